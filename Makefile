@@ -74,7 +74,7 @@ notebooks: .venv/.installed
 check-notebooks: .venv/.installed
 	$(python) -m notebooks.build --check
 
-# random chains by random plans: at least 2,000 and at least so many minutes
+# random models by random plans: at least 2,000 and at least so many minutes
 MINUTES ?= 10
 fuzz: .venv/.installed
 	$(python) -m tests.fuzz --minutes $(MINUTES)
@@ -83,7 +83,7 @@ fuzz: .venv/.installed
 operators: .venv/.installed
 	$(python) -m tests.operators
 
-# each guard of the engine is taken out in turn; its tests must notice
+# functions of the engine are broken by rule, one at a time; their tests must notice
 mutants: .venv/.installed
 	$(python) -m tests.mutants
 

@@ -5,10 +5,10 @@
     python benchmarks/engine.py overhead      # what a segment and a kernel cost beside the work
     python benchmarks/engine.py check         # what zoo.check_replays costs on the accelerator here
 
-Every block is a segment in both; a round runs them in the order A B B A, and the ratio is that of
-their seconds in a round: median, and in brackets the quartiles. torch's updates running statistics
-twice, ours once; otherwise they do the same work. The plain chain is beside them. Small inputs show
-what a segment costs beside its kernels. Peaks are allocator bytes of one step.
+Every block of the model is a segment in both; a round runs them in the order A B B A, and the ratio
+is that of their seconds in a round: median, and in brackets the quartiles. torch's updates running
+statistics twice, ours once; otherwise they do the same work. The plain model is beside them. Small
+inputs show what a segment costs beside its kernels. Peaks are allocator bytes of one step.
 
 `overhead` runs on one thread and counts its seconds alone. Per segment of 100 small blocks: a step
 less a plain one and a forward without gradients. Per kernel: recorded over a dispatch mode that
@@ -36,48 +36,55 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import zoo
-from zoo.chain import Chain, fold, outline
 from zoo.engine.devices import accelerator, allocated, is_available, synchronize
-from zoo.engine.recompute import run_plan, segment
+from zoo.engine.recompute import segment
 from zoo.engine.recording import thread
 from zoo.engine.replay import Scheduled, replay
 from zoo.engine.replay_check import checking
-from zoo.planner.schemes import each_block
 from zoo.profiling.peak_memory import trace
+from zoo.tracing.partition import paths_of
 from zoo.units import format_bytes
 
-MODELS: dict[str, tuple[Callable[[], Chain], tuple[int, ...], int]] = {
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "resnet50": (zoo.resnet50, (32, 3, 224, 224), 8),
     "vit_small_patch16": (zoo.vit_small_patch16, (4, 3, 224, 224), 6),
     "resnet1001": (zoo.resnet1001, (4, 3, 32, 32), 6),
     "densenet121": (zoo.densenet121, (2, 3, 32, 32), 20),
 }
+HOW: dict[str, Callable[..., Any]] = {
+    "plain": lambda block, *args, **kwargs: block(*args, **kwargs),
+    "ours": zoo.recompute,
+    "torch": functools.partial(checkpoint, use_reentrant=False),
+}
 
 
-def by_torch(items: Any, steps: Any, *state: Any) -> Any:
-    """Runs a plan without nesting through torch's checkpoint."""
-    value: Any = state
-    for item in items:
-        state = value if isinstance(value, tuple) else (value,)
-        if isinstance(item, int):
-            value = steps[item](*state)
-        else:
-            inner = functools.partial(fold_items, [steps[index] for index in item])
-            value = checkpoint(inner, *state, use_reentrant=False)
-    return value
+class InSegments:
+    """Runs a model with each of its blocks plainly, or as a segment of ours or of torch's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.how = model, "plain"
+        for path in paths_of(model, None):
+            block = model.get_submodule(path)
+            block.forward = functools.partial(self.run, block.forward)
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # torch's calls a block again, when a list that the model appends to has grown
+        args, kwargs = tree_map(lambda value: value, (args, kwargs))
+        return HOW[self.how](forward, *args, **kwargs)
+
+    def __call__(self, how: str, x: Tensor) -> Any:
+        self.how = how
+        return self.model(x)
 
 
-def fold_items(steps: Any, *state: Any) -> Any:
-    return fold(steps, state)
-
-
-def timed(forward: Callable[[Tensor], Tensor], model: Chain, x: Tensor) -> float:
-    model.zero_grad(set_to_none=True)
+def timed(run: InSegments, how: str, x: Tensor) -> float:
+    run.model.zero_grad(set_to_none=True)
     start = time.perf_counter()
-    forward(x).square().mean().backward()
+    run(how, x).square().mean().backward()
     return time.perf_counter() - start
 
 
@@ -92,25 +99,18 @@ def compare(name: str) -> None:
     """Prints one line: the time ratios, and the peaks of ours and torch's."""
     build, shape, rounds = MODELS[name]
     torch.manual_seed(0)
-    model, x = build(), torch.randn(shape)
-    found = outline(model.steps_for(x))
-    plan = each_block(found.blocks)
-    forwards: dict[str, Callable[[Tensor], Tensor]] = {
-        "plain": model,
-        "ours": lambda x: run_plan(plan, found.steps, (x,)),
-        "torch": lambda x: by_torch(plan, found.steps, x),
-    }
+    run, x = InSegments(build()), torch.randn(shape)
     peaks: dict[str, int] = {}
-    for key, forward in forwards.items():
-        timed(forward, model, x)
-        model.zero_grad(set_to_none=True)
-        peaks[key] = trace(lambda run=forward: run(x).square().mean().backward()).peak
-    seconds: dict[str, list[float]] = {key: [] for key in forwards}
+    for how in HOW:
+        timed(run, how, x)
+        run.model.zero_grad(set_to_none=True)
+        peaks[how] = trace(lambda how=how: run(how, x).square().mean().backward()).peak
+    seconds: dict[str, list[float]] = {how: [] for how in HOW}
     for _ in range(rounds):
-        there = {key: timed(forward, model, x) for key, forward in forwards.items()}
-        back = {key: timed(forwards[key], model, x) for key in reversed(forwards)}
-        for key in forwards:
-            seconds[key].append(there[key] + back[key])
+        there = {how: timed(run, how, x) for how in HOW}
+        back = {how: timed(run, how, x) for how in reversed(HOW)}
+        for how in HOW:
+            seconds[how].append(there[how] + back[how])
     pairs = (("ours", "plain"), ("torch", "plain"), ("ours", "torch"))
     print(
         f"{name:18} {'x'.join(map(str, shape)):12} time",
@@ -126,11 +126,6 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "Linear BatchNorm Dropout": lambda: nn.Sequential(
         nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.1)
     ),
-}
-HOW: dict[str, Callable[[nn.Module, Tensor], Any]] = {
-    "plain": lambda block, x: block(x),
-    "ours": zoo.recompute,
-    "torch": lambda block, x: checkpoint(block, x, use_reentrant=False),
 }
 
 
@@ -248,15 +243,14 @@ def check(rounds: int = 8, shape: tuple[int, ...] = (32, 3, 224, 224)) -> None:
     torch.manual_seed(0)
     device = torch.ones((), device=kind).device
     model, x = zoo.resnet50().to(device), torch.randn(shape, device=device)
-    found = outline(model.steps_for(x))
-    plan = each_block(found.blocks)
+    zoo.checkpoint(model, "blocks")
 
     def step(is_checked: bool) -> tuple[float, int]:
         with checking() if is_checked else contextlib.nullcontext():
             model.zero_grad(set_to_none=True)
             synchronize(device)
             start, before = time.perf_counter(), allocated(device)
-            loss = run_plan(plan, found.steps, (x,)).square().mean()
+            loss = model(x).square().mean()
             held = allocated(device) - before
             loss.backward()
             synchronize(device)

@@ -49,11 +49,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
-from zoo.api.checkpoint import steps_of
+from zoo.api.checkpoint import outline_of
 from zoo.api.plan import planner_for
 from zoo.invocation import Invocation
 from zoo.profiling.kernel_costs import flop_formulas
-from zoo.profiling.log_profile import profile_of
+from zoo.profiling.log_profile import Profile
 from zoo.profiling.peak_memory import gradient_addresses, measure_step, trace
 from zoo.profiling.tensor_spec import tensors_in
 
@@ -424,8 +424,7 @@ def candidates(model: nn.Module, args: Any, kwargs: Any) -> list[Any]:
     """Returns the planner's plans by rising peak."""
     from zoo.planner.optimal import frontier
 
-    steps = steps_of(zoo.uncheckpoint(model), Invocation(args, kwargs))
-    found = profile_of(model, steps.outline, steps.state)
+    found = Profile(model, outline_of(zoo.uncheckpoint(model), Invocation(args, kwargs)))
     points = frontier(found.costs(kernels=found.kernels()))
     return [point.plan for point in points]
 

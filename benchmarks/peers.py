@@ -385,6 +385,7 @@ def by_budget(training: Training, asked: float | None) -> zoo.PlanReport:
             memory_budget=asked,
             optimizer=OPTIMIZERS[training.of.optimizer],
             loss=training.loss,
+            holds_outputs=True,
         )
     zoo.checkpoint(training.model, report)
     return report

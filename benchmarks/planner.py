@@ -25,18 +25,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
-from zoo.chain import Chain, outline
+from zoo.api.checkpoint import outline_of
 from zoo.harness.training import step_digests
+from zoo.invocation import Invocation
 from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.optimal import frontier
 from zoo.planner.plan import Plan
 from zoo.planner.schemes import each_block, sqrt
-from zoo.profiling.chain_profile import Profile
+from zoo.profiling.log_profile import Profile
 from zoo.profiling.peak_memory import gradient_addresses, trace
+from zoo.tracing.planned_forward import PatchedForward
 
 ROUNDS = 5
 
@@ -50,7 +52,7 @@ def text(*shape: int) -> tuple[Tensor, None, Tensor]:
     return tokens, None, targets
 
 
-MODELS: dict[str, tuple[Callable[[], Chain], Callable[[], tuple[Any, ...]]]] = {
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
     "resnet50": (zoo.resnet50, lambda: (torch.rand(8, 3, 224, 224),)),
     "resnet1001": (zoo.resnet1001, lambda: (torch.rand(8, 3, 32, 32),)),
     "densenet121": (zoo.densenet121, lambda: (torch.rand(4, 3, 224, 224),)),
@@ -65,13 +67,13 @@ MODELS: dict[str, tuple[Callable[[], Chain], Callable[[], tuple[Any, ...]]]] = {
 class Subject:
     """A model whose steps are run by one plan or another."""
 
-    def __init__(self, build: Callable[[], Chain], make: Callable[[], tuple[Any, ...]]) -> None:
+    def __init__(self, build: Callable[[], nn.Module], make: Callable[[], tuple[Any, ...]]) -> None:
         torch.manual_seed(0)
         self.model, self.inputs = build(), make()
-        steps = self.model.steps_for(*(value for value in self.inputs if value is not None))
-        self.outline = outline(steps)
-        given = tuple(value for value in self.inputs if value is not None)
-        self.profile = Profile(self.model, self.outline, given)
+        self.outline = outline_of(self.model, Invocation(self.inputs))
+        self.profile = Profile(self.model, self.outline)
+        # forwards by the plans that were in force before
+        self.patches: dict[Plan, PatchedForward] = {}
         self.start = {name: value.clone() for name, value in self.model.state_dict().items()}
 
     @functools.cached_property
@@ -83,9 +85,13 @@ class Subject:
         """Returns the plans to compare by their names."""
         best = frontier(self.costs)
         found = {"keep everything": Plan.keep_all(len(self.costs))}
-        schemes = (("each block", each_block), ("sqrt(n) segments", sqrt))
-        for name, scheme in schemes:
-            found[name] = scheme(self.outline.blocks)
+        blocks = self.outline.blocks
+        schemes = {
+            "each block": each_block(blocks, self.outline.whole),
+            "sqrt(n) segments": sqrt(blocks),
+        }
+        for name, plan in schemes.items():
+            found[name] = plan
             result = simulate(found[name], self.costs)
             small = [point.plan for point in best if point.peak <= result.peak]
             seconds = result.recomputed_seconds
@@ -94,8 +100,13 @@ class Subject:
         return found | {"least": best[0].plan}
 
     def with_plan(self, plan: Plan) -> "Subject":
-        """Puts a plan in force on the model as it was built."""
-        zoo.checkpoint(self.model, plan)
+        """Puts a plan in force on the model as it was built, from the next forward on."""
+        zoo.uncheckpoint(self.model)
+        if plan in self.patches:
+            self.patches[plan].install()
+        else:
+            zoo.checkpoint(self.model, plan, inputs=self.inputs)
+            self.patches[plan] = vars(self.model)["forward"]
         self.model.load_state_dict(self.start)
         self.model.zero_grad(set_to_none=True)
         torch.manual_seed(1)

@@ -48,7 +48,7 @@ MODELS = Group(
     "Models",
     "Each name is a function, `zoo.resnet50(...)`, and what `zoo.create` takes. All arguments are "
     "keywords; beside its own every model takes those of `zoo.create`.",
-    ("zoo.catalog", "zoo.chain", "zoo.layers"),
+    ("zoo.catalog", "zoo.layers"),
 )
 GROUPS = (
     MODELS,

@@ -30,8 +30,6 @@ def main() -> None:
                     reduced_motion="reduce",
                 )
                 page.goto((HERE / "default" / "report.html").as_uri() + place)
-                page.wait_for_selector("html[data-drawn]", state="attached")
-                page.wait_for_timeout(1000)
                 page.screenshot(path=HERE / f"report-{size}-{scheme}.png")
                 page.close()
         browser.close()

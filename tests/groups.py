@@ -23,8 +23,8 @@ import zoo
 from tests.tracing.models import Net
 from tests.training import Record, Residuals, assert_same, everything, images
 from zoo.api.checkpoint import plan_of
-from zoo.chain import Chain, Steps, outline
 from zoo.errors import ArgumentError, OptimizerError
+from zoo.planner.plan import RoomyPlan
 
 Wrap = Callable[[nn.Module, Any], nn.Module]
 
@@ -186,15 +186,16 @@ def as_in_one_process() -> None:
                 torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-12, atol=1e-14)
 
 
-class Stage(Chain):
-    """Some of the steps of a chain: what a process of a pipeline runs."""
+class Stage(nn.Module):
+    """A block of a model, and its head behind the last: what a process of a pipeline runs."""
 
-    def __init__(self, model: Chain, first: int, last: int) -> None:
+    def __init__(self, model: Residuals, block: int, is_last: bool) -> None:
         super().__init__()
-        self.model, self.first, self.last = model, first, last
+        self.block, self.head = model.blocks[block], model.fc if is_last else None
 
-    def steps(self) -> Steps:
-        return outline(self.model.steps()).steps[self.first : self.last]
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(x)
+        return x if self.head is None else self.head(x.mean((2, 3)))
 
 
 def pipeline() -> None:
@@ -205,8 +206,9 @@ def pipeline() -> None:
     torch.manual_seed(0)
     model = Residuals(world, rate=0.0)
     is_last = rank == world - 1
-    stage = Stage(model, 3 * rank, 3 * (rank + 1) + is_last)
-    zoo.checkpoint(stage, ((0, 1, 2), 3) if is_last else ((0, 1, 2),))
+    stage = Stage(model, rank, is_last)
+    # of the block, without dropout: a convolution, the norm, the sum; of the head two more
+    zoo.checkpoint(stage, ((0, 1, 2), 3, 4) if is_last else ((0, 1, 2),))
     plain(batch).square().mean().backward()
     x = batch.clone()
     if rank:
@@ -222,8 +224,8 @@ def pipeline() -> None:
         y.backward(gradient)
     if rank:
         distributed.send(x.grad, rank - 1)
-    own = [model.convs[rank], model.norms[rank], *([model.fc] if is_last else [])]
-    there = [plain.convs[rank], plain.norms[rank], *([plain.fc] if is_last else [])]
+    own = [model.blocks[rank], *([model.fc] if is_last else [])]
+    there = [plain.blocks[rank], *([plain.fc] if is_last else [])]
     for ours, theirs in zip(own, there, strict=True):
         for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert torch.equal(one.grad, other.grad)
@@ -233,12 +235,12 @@ def one_plan() -> None:
     """Clocks differ between processes; here they are made to, by as much as can be."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
 
-    def decide(*given: Any) -> zoo.Plan:
-        count = len(given[2].steps)
-        return zoo.Plan([tuple(range(rank + 1)), *range(rank + 1, count)])
+    def decide(*given: Any) -> list[RoomyPlan]:
+        count = len(given[2])
+        return [RoomyPlan(zoo.Plan([tuple(range(rank + 1)), *range(rank + 1, count)]))]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zoo.policy.options.PlannedRunner._planned", decide)
+        patch.setattr("zoo.policy.options.Option._within_budget", decide)
         for build in (Net, Residuals):
             model = zoo.checkpoint(build(), "auto", memory_budget="1GiB")
             model(images()).sum().backward()
@@ -246,7 +248,7 @@ def one_plan() -> None:
             distributed.all_gather_object(plans, plan_of(model).text())
             assert len(set(plans)) == 1
             # other inputs in each process: nobody waits for a plan that never comes
-            model(images(5 + rank)).sum().backward()
+            model(images(20 + rank)).sum().backward()
             assert plan_of(model).runs()[: rank + 1] == (2,) * (rank + 1)
 
 
@@ -254,14 +256,14 @@ def one_looks_ahead() -> None:
     """A process that looks ahead alone must not wait for the others."""
     if distributed.get_rank() == 0:
         with pytest.raises(ArgumentError, match="which waits for other processes"):
-            zoo.chain_of(Perceptrons(lambda: SharedNorm(4)), images())
+            zoo.steps_of(Perceptrons(lambda: SharedNorm(4)), images())
 
 
-def chain_of_shards() -> None:
+def steps_of_shards() -> None:
     model = shard(Tabled())
     shards = list(model.parameters())
     with pytest.raises(ArgumentError, match=r"spread over.*before the model is distributed"):
-        zoo.chain_of(model, images())
+        zoo.steps_of(model, images())
     assert all(one is other for one, other in zip(model.parameters(), shards, strict=True))
 
 
@@ -337,7 +339,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "plan of tensor parallel by rows": plan_by_rows,
     "sharded after of Tabled": exact(Tabled, sharded_after),
     "sharded before of Tabled": exact(Tabled, sharded_before, 2),
-    "chain of Tabled": chain_of_shards,
+    "chain of Tabled": steps_of_shards,
     "one process": as_in_one_process,
     "pipeline": pipeline,
     "one plan": one_plan,

@@ -1,13 +1,26 @@
-"""Breaks each guard of the engine in turn and sees whether its tests notice: `make mutants`.
+"""Breaks functions by rule and sees whether their tests notice: `make mutants`.
 
-A guard is taken out of a copy of the package, and tests run on the copy until the first fails: the
-files that hold the guard, then all of the engine's. One that none notices is a survivor, and the
-exit code is then 1.
+A mutant differs from a function of zoo in one node of its syntax tree. It is written to a copy of
+the package, and tests run on the copy until the first fails: the files that hold the function, then
+all of its folder. One that none notices is a survivor, and the exit code is then 1.
 
-    python -m tests.mutants                    # all, about an hour on one core
-    python -m tests.mutants random version     # those whose name has one of these words
+    python -m tests.mutants                         # all of GUARDS, about an hour on one core
+    python -m tests.mutants Recording. test_replay  # those whose function or test has such a word
+    python -m tests.mutants --every replay.schedule # any function, by each rule at each node
+
+GUARDS names a change by a rule and by names: the smallest node that has them all and that the rule
+changes, or each of them where several are as small.
+
+    drop      a statement does nothing        without  an element, argument or operand is left out
+    never     a condition or value is False   empty    an iteration or display has no element
+    always    a condition or value is True    bare     f(x) becomes x, `with f():` a plain block
+    none      a value is None                 other    True becomes False, a number one more
+    put       the statement of REPLACEMENTS comes in the place of one: what no rule makes
 """
 
+import ast
+import copy
+import functools
 import os
 import shutil
 import signal
@@ -15,1230 +28,418 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 ENGINE = Path("tests/engine")
 PASSED, FAILED = 0, 1
+SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete, ast.Raise, ast.Return)
+BLOCKS = {ast.If: "test", ast.While: "test", ast.For: "iter", ast.With: "items"}
+DISPLAYS = (ast.List, ast.ListComp, ast.Set, ast.SetComp, ast.Dict, ast.DictComp, ast.Tuple)
+HOLDERS = (ast.Return, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.keyword)
+CONDITIONS = {"test", "ifs", "operand"}
+PARTS = {"elts", "args", "keywords", "items", "targets"}
+# by the files of tests that hold them: the changes of each function
+GUARDS = {
+    "../accelerator": """
+        devices.indexed: put current device
+        devices.peak: put max_memory_allocated""",
+    "../optimizer/test_in_backward": """
+        PendingReads._is_held: never of_storage
+        PendingReads.are_left: never waiting_in, never any""",
+    "../tracing/test_exact": """
+        Conductor._keep_late: drop lose, drop hold_readers""",
+    "pitfalls/test_aliases": """
+        Recorder._run: never _is_given_twice
+        replay._scratch: always all""",
+    "pitfalls/test_ambient": """
+        kernel_settings: without Setting is_grad_enabled""",
+    "pitfalls/test_ambient pitfalls/test_transforms": """
+        Handle.unpack: bare without_modes""",
+    "pitfalls/test_autograd": """
+        replay._scratch: drop requires_grad_""",
+    "pitfalls/test_changes": """
+        Handle.unpack: drop check_history""",
+    "pitfalls/test_compile": """
+        compiled_segments._refused: none written_since, drop reads, empty writes, never draws""",
+    "pitfalls/test_distributed": """
+        replay.outside_of: never geometry
+        saved_tensors._replay: drop reshard""",
+    "pitfalls/test_distributed test_distributed": """
+        operator_effects._read: never c10d""",
+    "pitfalls/test_dropped_graphs": """
+        Outside.cut: bare detach
+        Recording.close: drop cut""",
+    "pitfalls/test_layouts": """
+        Geometry.on: never is_neg
+        Opaque.__init__: put pack
+        Opaque.unpack: drop counted
+        Outside._unchanged: drop wrapper
+        Recording._refer_outside: always is_copied
+        Recording.before_write: drop parts_of
+        Recording.target: never readers
+        Sparse.now: never is_copied, never geometry
+        replay._copy: put of_storage""",
+    "pitfalls/test_layouts pitfalls/test_distributed": """
+        Recorder.__torch_dispatch__: never has_own_storage types types""",
+    "pitfalls/test_randomness": """
+        devices.draws_of: without values kwargs, without args""",
+    "pitfalls/test_state pitfalls/test_statistics test_recording": """
+        Recording.before_write: drop hold_readers, drop pop, drop forget""",
+    "pitfalls/test_statistics": """
+        Recorder._leave_out_statistics: drop before_write
+        Recording.before_write: drop isinstance""",
+    "pitfalls/test_structure": """
+        Recorder._run: drop before_write""",
+    "pitfalls/test_transforms": """
+        replay.without_modes: never batches""",
+    "pitfalls/test_unseen_writes": """
+        Handle._as_it_is: never fingerprint
+        Handle.fill: bare _as_it_is
+        Handle.is_result: always base
+        Handle.look_for_writes: drop reference
+        Handle.unpack: never self, never _version
+        Original.is_replaced: never value
+        Outside.is_as_read: always sample
+        Outside.now: never self
+        Recorder._encoded: drop sample, never is_inference
+        Recorder._run_empty: drop fill
+        Recording.before_read: always version, always is_grad_enabled, never Parameter
+        Recording.before_read: drop memory
+        Recording.lose: drop lose
+        Recording.target: always blank
+        Recording.written: drop blank
+        Request.is_given: never any
+        operands.new_mark: put number next
+        operands.roles_of: never base
+        recording.hold_readers: drop is_still_there, always version""",
+    "test_dispatch_keys": """
+        KernelWithKeys.__call__: drop torch, empty earlier, drop set_autocast_cache_enabled
+        Recorder.__torch_dispatch__: put with_present_keys
+        dispatch_keys._casts: put callers CALLERS
+        dispatch_keys.kernel_of: never is_cast, never opaque, never args
+        dispatch_keys.with_present_keys: drop keys, never is_lazy""",
+    "test_executor": """
+        operator_effects._read: never nondeterministic_seeded""",
+    "test_executor pitfalls/test_ambient": """
+        replay.replay: without DisableAutocast""",
+    "test_executor pitfalls/test_randomness": """
+        devices.draw_as: always restore""",
+    "test_executor pitfalls/test_statistics": """
+        Recorder._run: never statistics
+        operator_effects._read: none NORMS
+        recording.statistics_of: always args""",
+    "test_executor test_recompute": """
+        Request.given_to: without given_to
+        Segment.all_handles: drop inner
+        replay._run: drop draw_as
+        saved_tensors._replay: empty made _version
+        saved_tensors.fill: put reversed waiting""",
+    "test_executor test_recompute pitfalls/test_randomness": """
+        Changes.restore: without values""",
+    "test_fingerprint": """
+        Handle.fill: never before
+        Handle.look_for_writes: drop fingerprint
+        operands.fingerprint: never requires_grad, always is_contiguous
+        recording._is_untouched: always value""",
+    "test_fingerprint pitfalls/test_unseen_writes": """
+        Recording._has_version: always holder counter counter""",
+    "test_generators": """
+        PackedState.state: drop memmove
+        Recorder._note_draws: always is_same_state, always index
+        Segment.count_draw: drop drawn
+        replay.schedule: drop update""",
+    "test_inner_gradients": """
+        Handle.before_write: never is_copy
+        Recording._refer_outside: drop is_replayed
+        Recording.note_copy: drop ReplayedCopy
+        Recording.note_detach: drop share
+        Recording.still_there: always value
+        Recording.target: drop is_known
+        Request.is_given: always operations
+        Request.waiting: put found
+        saved_tensors._fill: never found
+        saved_tensors.prune: drop clear""",
+    "test_interrupts": """
+        Handle.unpack: drop replaying around""",
+    "test_kernel_segments": """
+        Conductor.__torch_dispatch__: never replaying
+        Conductor._advance: never func
+        Conductor._close: drop prune, drop _saved
+        Conductor._leave: drop segment
+        Conductor._stray: never operators
+        Conductor._turn: never shared path, always fresh
+        Conductor.enter: drop synchronized, never place
+        kernel_segments.conducts: always hooks
+        segment.__enter__: never conductor""",
+    "test_kernel_segments ../tracing/test_traced_steps": """
+        Conductor._turn: put move_to""",
+    "test_kernel_settings": """
+        HeededSettings.are_in: never is_with_cuda
+        kernel_settings._own_precision: drop is_set""",
+    "test_kernel_settings test_replay": """
+        operator_effects._read: none heeded_by""",
+    "test_nondeterministic_kernels": """
+        Effects.keeps_results: never varies
+        Nondeterminism.applies: always is_avoidable
+        nondeterministic_kernels._is_shared: never count
+        nondeterministic_kernels._puts: always all""",
+    "test_operator_effects": """
+        Recorder.__enter__: drop notice_python_kernels
+        operator_effects.is_kernel: never str, always name, always calls_others""",
+    "test_recompute": """
+        segment._leave: drop part end parent
+        Segment.__init__: put scheduled_for
+        recompute.records: always are_functorch_transforms_active
+        replay._scratch: never value
+        saved_tensors: bare lock
+        saved_tensors._replay: drop _is_graph_kept""",
+    "test_recompute test_executor": """
+        replay.schedule: empty wanted""",
+    "test_recompute test_replay": """
+        Handle.unpack: drop is_graph_kept""",
+    "test_recording": """
+        Recording._refer_outside: never is_inference
+        Recording.before_read: never is_small
+        Recording.find: always storage home
+        Recording.reshape: drop base
+        operator_effects._read: without UNDECLARED
+        operator_effects.is_kernel: never namespace
+        recompute.records: always is_grad_enabled
+        recording.is_small: always bool, drop _is_parameter""",
+    "test_recording pitfalls": """
+        recording._reference: always value trains trains""",
+    "test_recording pitfalls/test_compile": """
+        Recorder: never keeps_compiled""",
+    "test_recording pitfalls/test_unseen_writes": """
+        Recorder._run: drop forget""",
+    "test_recording test_operators": """
+        Geometry.of_storage: drop found, never negative""",
+    "test_recording test_recompute": """
+        Recording.close: without self outside, without self known
+        saved_tensors._replay: empty made given alive""",
+    "test_recording test_replay": """
+        saved_tensors.prune: put close""",
+    "test_replay": """
+        Changes.restore: without reversed
+        Recorder.__torch_dispatch__: never replaying
+        Recorder._run: drop empty
+        kernel_settings: without set_default_dtype get_default_dtype, without set_num_threads
+        kernel_settings: without set_deterministic_debug_mode _DETERMINISTIC
+        kernel_settings.write_settings: never own
+        replay._call: drop drops
+        replay._run: drop write_settings
+        replay.schedule: drop isdisjoint
+        saved_tensors._replay: never _is_graph_kept, drop replaying""",
+    "test_replay test_executor": """
+        saved_tensors.waiting_in: always tensor""",
+    "test_replay_check": """
+        ReplayCheck.compare: put differs, put logical_or_
+        ReplayCheck.end_backward: never every""",
+    "test_saved_tensors": """
+        Handle.unpack: drop check_version, never current_backward
+        Recorder._run_outside: never lists
+        Recording.look_for_replaced: never handle, always is_result
+        Recording.reshape: drop before_write
+        Recording.target: drop before_write
+        operands.detach_here: never count_dispatch_modes is_below
+        recompute.records: always are_saved_tensors_hooks_enabled
+        segment.__enter__: drop hooks""",
+    "test_saved_tensors test_recompute": """
+        Outside._unchanged: drop tensor""",
+    "test_saved_tensors test_recording test_recompute test_replay": """
+        saved_tensors.fill: drop append""",
+}
+REPLACEMENTS = {
+    "put scheduled_for": "self.scheduled_for = 0",
+    "put number next": "number = ~next(_marks) % (1 << 64)",
+    "put with_present_keys": "return func._op(*args, **kwargs)",
+    "put found": "return found",
+    "put reversed waiting": "_fill(handle.segment, request)",
+    "put close": "segment.recording.close(segment.recording.nodes)",
+    "put pack": "self.packed = [pack(p) if isinstance(p, Tensor) else p for p in parts]",
+    "put of_storage": "return tensor",
+    "put callers CALLERS": "callers = (overload,)",
+    "put max_memory_allocated": "return torch.get_device_module(device).max_memory_allocated(0)",
+    "put current device": "return torch.device(device.type, 0)",
+    "put differs": "differs = found != found",
+    "put logical_or_": "flags.copy_(differs)",
+    "put move_to": "handle.keep()",
+}
+
+
+class Site(NamedTuple):
+    """A place in a syntax tree, and the nodes that a rule has in place of its node."""
+
+    rule: str
+    node: ast.AST
+    parent: ast.AST
+    field: str
+    place: int | None
+    new: list[Any]
 
 
 class Mutant(NamedTuple):
-    """A guard, the text of the engine's file that becomes another, and the tests that hold it."""
+    """A function and a change of it, where in which file that is, and the tests that hold it."""
 
-    guard: str
-    file: str
-    old: str
-    new: str
+    name: str
+    file: Path
+    module: ast.Module
+    site: Site
     tests: tuple[str, ...]
 
+    def text(self) -> str:
+        """Returns the text of the file with the change; '' where that is no Python."""
+        _, _, parent, field, place, new = self.site
+        before = getattr(parent, field)
+        after = new[0] if place is None else [*before[:place], *new, *before[place + 1 :]]
+        setattr(parent, field, after)
+        try:
+            text = ast.unparse(ast.fix_missing_locations(copy.deepcopy(self.module)))
+            compile(text, self.name, "exec")
+        except SyntaxError:
+            return ""
+        finally:
+            setattr(parent, field, before)
+        return text
 
-# of each file: the guard, its text, what that becomes, and the tests that hold it
-GUARDS: dict[str, list[tuple[str, str, str, str]]] = {
-    "recording.py": [
-        (
-            "what is alive is not made again",
-            "        home = value.home()\n        if home is None or",
-            "        home = value.home()\n        if True or",
-            "test_inner_gradients",
-        ),
-        (
-            "what was detached lies where its source did",
-            "            value.share(None)\n",
-            "",
-            "test_inner_gradients",
-        ),
-        (
-            "what is alive was not written",
-            "storage_of(base) is home and self._has_version(value, base):",
-            "storage_of(base) is home:",
-            "test_inner_gradients",
-        ),
-        (
-            "a backward inside of a forward holds nothing that was made for it",
-            "            self.storages[id(storage)] = ReplayedCopy(value, storage, tensor)\n",
-            "            return\n",
-            "test_inner_gradients",
-        ),
-        (
-            "what a replay made and a backward wrote is from outside",
-            "        is_known &= type(value) is not ReplayedCopy\n",
-            "",
-            "test_inner_gradients",
-        ),
-        (
-            "a graph inside of a forward is gone before that ends",
-            "        if self.is_replayed:\n            found.cut(detached)\n",
-            "",
-            "test_inner_gradients",
-        ),
-        (
-            "kernels that Python registers later are noticed",
-            "        notice_python_kernels()\n",
-            "        pass\n",
-            "test_operator_effects",
-        ),
-        (
-            "a schedule without handles is none that was made",
-            "        self.scheduled_for = -1\n",
-            "        self.scheduled_for = 0\n",
-            "test_recompute",
-        ),
-        (
-            "what another geometry is given to was read as it was",
-            "            else:\n                self.before_write(args[0])\n",
-            "",
-            "pitfalls/test_structure",
-        ),
-        (
-            "a replay inside of a forward has the keys of its kernels",
-            "            return with_present_keys(func, args, kwargs)(*args, **kwargs)\n",
-            "            return func._op(*args, **kwargs)\n",
-            "test_dispatch_keys",
-        ),
-        (
-            "statistics that the segment made come from outside once a norm wrote them",
-            "        if isinstance(latest, Value):\n            self.lose(tensor)\n",
-            "",
-            "pitfalls/test_statistics",
-        ),
-        (
-            "parts of sparse tensors are copied before recorded memory is written",
-            "        if value.readers:\n",
-            "        if False:\n",
-            "pitfalls/test_layouts",
-        ),
-        (
-            "a sparse tensor is copied before it is written",
-            "            for part in parts_of(tensor):\n                self.before_write(part)\n",
-            "",
-            "pitfalls/test_layouts",
-        ),
-        (
-            "a sparse tensor that was written is another one",
-            "            and not found.is_copied\n",
-            "",
-            "pitfalls/test_layouts",
-        ),
-        (
-            "what is made in inference mode is freed",
-            "        if tensor.is_inference():\n",
-            "        if False:\n",
-            "test_recording",
-        ),
-        (
-            "memory without content is the same in a replay",
-            "            fill(out.untyped_storage(), mark)\n",
-            "            pass\n",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "a kernel keeps the random state that no recorded one left",
-            "                and is_same_state(last.state, state)\n",
-            "",
-            "test_generators",
-        ),
-        (
-            "draws are kept while all of a segment take less than a state",
-            "        self.drawn += written[0].nbytes\n        return self.drawn <= PACKED_SIZE\n",
-            "        return written[0].nbytes <= PACKED_SIZE\n",
-            "test_generators",
-        ),
-        (
-            "a random state is that of the innermost segment",
-            "                and last.node.index >= segment.first\n",
-            "",
-            "test_generators",
-        ),
-        (
-            "a write by code that no mode sees is noticed by the version",
-            "        if holder.counter == counter:\n            return True\n",
-            "        return True\n",
-            "test_fingerprint pitfalls/test_unseen_writes",
-        ),
-        (
-            "memory that foreign code filled is not taken for what made it",
-            '    return value.blank is None or (value.blank != b"" and value.blank == '
-            "sample(storage))\n",
-            "    return True\n",
-            "test_fingerprint",
-        ),
-        (
-            "what a kernel writes may have been written by foreign code",
-            "            is_known = value.blank == sample(storage)\n",
-            "            is_known = True\n",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "memory that a kernel filled in part is not known",
-            "            value.blank = sample(storage)\n        value.before",
-            "            pass\n        value.before",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "a copy is of the version that is read",
-            "if other.version == found.version and other.is_as_read()",
-            "if True",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "a reader that was given other memory is not copied",
-            "        is_still_there &= storage_of(reader.tensor) is storage\n",
-            "",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "a weight that is read without gradients has a sample",
-            " or not (tensor.requires_grad and torch.is_grad_enabled()):",
-            " or not tensor.requires_grad:",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "a weight that is read without gradients later has a sample, too",
-            "                    found.sample = bytes_of(found.tensor)\n",
-            "                    pass\n",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "what was written unseen is not copied as it was read",
-            "is_still_there = reader.version == version_of(reader.tensor) and",
-            "is_still_there =",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "a kernel that writes and reads memory from outside is not replayed",
-            " or (None in values and _is_given_twice(written, values, args, kwargs))",
-            "",
-            "pitfalls/test_aliases",
-        ),
-        (
-            "what a kernel makes of a tensor without a version is kept",
-            "                if not found.is_read and value.is_inference():\n",
-            "                if False:\n",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "a storage from outside is copied before a kernel writes it",
-            "            hold_readers(earlier_of(latest), storage, tensor)\n",
-            "            pass\n",
-            "pitfalls/test_state pitfalls/test_statistics test_recording",
-        ),
-        (
-            "after a write a storage from outside is another version",
-            "            self.known.pop(id(tensor_of), None)\n        self.forget(tensor)\n",
-            "            pass\n",
-            "pitfalls/test_state pitfalls/test_statistics test_recording",
-        ),
-        (
-            "a small tensor from outside is copied when it is read",
-            "        if not tensor.requires_grad and is_small(tensor):",
-            "        if False:",
-            "test_recording",
-        ),
-        (
-            "an input with a gradient that a replay reads is compared, too",
-            "if type(tensor) is not Parameter or not (tensor",
-            "if not (tensor",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "memory that is exchanged is held for a replay",
-            "            found.memory = memory_of(tensor)\n",
-            "            pass\n",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "a big tensor from outside is not copied",
-            "return is_plain(tensor) and bool(tensor.untyped_storage().nbytes() <= SMALL)",
-            "return is_plain(tensor)",
-            "test_recording",
-        ),
-        (
-            "a frozen weight is not copied",
-            "    if _is_parameter(tensor) or _is_parameter(tensor._base):\n        return False\n",
-            "",
-            "test_recording",
-        ),
-        (
-            "another storage in the place of one that was freed is another",
-            "return found if found is not None and found.home() is storage else None",
-            "return found",
-            "test_recording",
-        ),
-        (
-            "a norm that is replayed writes no statistics",
-            "elif statistics := statistics_of(effects, args):",
-            "elif False:",
-            "test_executor pitfalls/test_statistics",
-        ),
-        (
-            "statistics are copied before a norm writes them",
-            "            self.before_write(tensor)\n            is_alike",
-            "            is_alike",
-            "pitfalls/test_statistics",
-        ),
-        (
-            "a norm in evaluation reads its statistics",
-            "if not (effects.norm and args[TRAINING]):",
-            "if not effects.norm:",
-            "test_executor pitfalls/test_statistics",
-        ),
-        (
-            "kernels of lists count versions",
-            "        if effects.lists:\n",
-            "        if False:\n",
-            "test_saved_tensors",
-        ),
-        (
-            "kernels of lists count versions where the plan keeps",
-            "        if effects.lists:\n",
-            "        if effects.lists and self.recording is not None:\n",
-            "test_kernel_segments",
-        ),
-        (
-            "what is saved is told before it is written",
-            "            handle.before_write()\n        if value.readers:\n",
-            "            pass\n        if value.readers:\n",
-            "test_saved_tensors",
-        ),
-        (
-            "what is saved is told before it gets another geometry",
-            "            handle.before_write()\n        if self._has_version(value, tensor):\n",
-            "            pass\n        if self._has_version(value, tensor):\n",
-            "test_saved_tensors",
-        ),
-        (
-            "what is saved is kept before it is written unrecorded",
-            "                handle.lose(storage_of(tensor))\n",
-            "                pass\n",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "a replay inside of a forward is not recorded",
-            "        if thread.replaying:\n",
-            "        if False:\n",
-            "test_replay",
-        ),
-        (
-            "a tensor of a class of its own is taken apart",
-            "            # its own dispatch takes it apart, and the parts come here again\n"
-            "            self.note_wrappers(args, kwargs)\n            return NotImplemented",
-            "            pass",
-            "pitfalls/test_layouts pitfalls/test_distributed",
-        ),
-        (
-            "what is outside lets go of its graph",
-            "            found.earlier = None\n            found.cut(detach)\n",
-            "            found.earlier = None\n",
-            "pitfalls/test_dropped_graphs",
-        ),
-        (
-            "what is outside and written by a forward is freed with it",
-            "del self.outside, self.storages, self.known,",
-            "del self.storages,",
-            "test_recording test_recompute",
-        ),
-        (
-            "a kernel is told whether its argument requires a gradient",
-            "        if value.trains is None:\n            value.trains = trains\n"
-            "        if value.trains is trains:\n            return value\n",
-            "        return value\n",
-            "test_recording pitfalls",
-        ),
-        (
-            "a block that is compiled stays compiled",
-            "    keeps_compiled = True",
-            "    keeps_compiled = False",
-            "test_recording pitfalls/test_compile",
-        ),
-        (
-            "memory without content is made anew without reading a model of it",
-            "        if effects.empty:\n"
-            "            return self._run_empty(func, effects, args, kwargs)\n",
-            "",
-            "test_replay",
-        ),
-        (
-            "what is resized comes from outside",
-            "                self.recording.forget(args[0])\n",
-            "                pass\n",
-            "test_recording pitfalls/test_unseen_writes",
-        ),
-        (
-            "a view is made on the storage of its base in a replay",
-            "        value.base = no_tensor\n",
-            "",
-            "test_recording",
-        ),
-        (
-            "what nested segments need is not pruned",
-            "        for part in self.inner():\n            found += part.all_handles()\n",
-            "",
-            "test_executor test_recompute",
-        ),
-        (
-            "a saved tensor that gets other memory has its numbers",
-            "if handle is not None and handle.original() is tensor and not handle.is_result:",
-            "if False:",
-            "test_saved_tensors",
-        ),
-        (
-            "a saved result that gets other memory keeps its own",
-            "handle.original() is tensor and not handle.is_result:",
-            "handle.original() is tensor:",
-            "test_saved_tensors",
-        ),
-    ],
-    "operands.py": [
-        (
-            "a tensor in the storage of a negative view is not negative itself",
-            " or base.is_neg()",
-            "",
-            "pitfalls/test_layouts",
-        ),
-        (
-            "a sparse tensor of which a part was written is put together from copies",
-            "        if not self.is_copied:\n",
-            "        if self.tensor is not None:\n",
-            "pitfalls/test_layouts",
-        ),
-        (
-            "a sparse tensor whose memory was written after the forward is refused",
-            "if part.geometry is None and sample(part.tensor.untyped_storage()) != found:",
-            "if False:",
-            "pitfalls/test_layouts",
-        ),
-        (
-            "marks are small numbers of any type",
-            " & 0x3F3F3F3F3F3F3F3F",
-            " % (1 << 64)",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "memory that was exchanged is not read",
-            "self.home is not None and self.home() is not tensor.untyped_storage()",
-            "False",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "a conjugated tensor is conjugated in its replay",
-            "            found = conj(found)",
-            "            pass",
-            "test_recording test_operators",
-        ),
-        (
-            "a negated tensor is negated in its replay",
-            "return neg_view(found) if self.negative else found",
-            "return found",
-            "test_recording test_operators",
-        ),
-        (
-            "a saved tensor shares the version of what was saved",
-            "return detached if is_below or count_dispatch_modes() else Tensor.detach",
-            "return Tensor.detach",
-            "test_saved_tensors",
-        ),
-        (
-            "a tensor that is kept was not written since",
-            "            check_version(tensor, self.version)\n",
-            "            pass\n",
-            "test_saved_tensors test_recompute",
-        ),
-        (
-            "a part of a wrapper has the version of the wrapper",
-            "        if self.wrapper is not None:\n            check_version(*self.wrapper)\n",
-            "",
-            "pitfalls/test_layouts",
-        ),
-        (
-            "a tensor that is kept does not hold the graph that it gets later",
-            "weakref.ref(tensor), detach(tensor)",
-            "weakref.ref(tensor), tensor",
-            "pitfalls/test_dropped_graphs",
-        ),
-        (
-            "a view is not asked for its history",
-            "    if (base := tensor._base) is not None:\n",
-            "    if (base := tensor._base) is not None and False:\n",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "what got other memory before it went is not taken for what it was",
-            "return self.storage.value != self.home",
-            "return False",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "what NumPy wrote is not taken for what a kernel read",
-            "return self.sample is None or self.sample == bytes_of(self.tensor)",
-            "return True",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "a tensor without a gradient has no fingerprint",
-            "if not tensor.requires_grad or isinstance(tensor, FakeTensor):",
-            "if isinstance(tensor, FakeTensor):",
-            "test_fingerprint",
-        ),
-        (
-            "a tensor with gaps has no fingerprint",
-            "return read(tensor) if _thread.on and tensor.is_contiguous() else None",
-            "return read(tensor) if _thread.on else None",
-            "test_fingerprint",
-        ),
-    ],
-    "saved_tensors.py": [
-        (
-            "a backward inside of a forward asks for its own saved tensors",
-            "        if self.operations is None:\n            return found\n",
-            "        return found\n",
-            "test_inner_gradients",
-        ),
-        (
-            "an inner segment is given what this backward needs",
-            "        return self.operations is None or self.given_to(segment) <= given.keys()\n",
-            "        return True\n",
-            "test_inner_gradients",
-        ),
-        (
-            "what code that no mode sees wrote is made again",
-            "        if not there.found:\n            raise\n",
-            "        raise\n",
-            "test_inner_gradients",
-        ),
-        (
-            "a copy that a backward inside saved is refused where its source is written",
-            "        if self.is_copy:\n",
-            "        if False:\n",
-            "test_inner_gradients",
-        ),
-        (
-            "a backward inside of a forward leaves nothing for those after it",
-            "            clear(segment)\n    segment.scheduled, ",
-            "            pass\n    segment.scheduled, ",
-            "test_inner_gradients",
-        ),
-        (
-            "a saved wrapper has a version of its own",
-            "        if self.counted is not None:\n            check_version(*self.counted)\n",
-            "",
-            "pitfalls/test_layouts",
-        ),
-        (
-            "a program's function modes do not see a replay",
-            "                with without_modes():\n",
-            "                if True:\n",
-            "pitfalls/test_ambient pitfalls/test_transforms",
-        ),
-        (
-            "an argument whose history was made anew is no result",
-            'base is None or hasattr(made_by, "apply") or _is_just_written(base, made_by)',
-            "True",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "a tensor whose object is gone was not written since",
-            "        if self.is_written:\n",
-            "        if False:\n",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "a saved tensor that somebody holds is the one that is there",
-            "        self.tensor = tensor = self._as_it_is(tensor)\n",
-            "        self.tensor = tensor\n",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "memory that is left of a saved tensor was not written since",
-            "self.is_written = self.fingerprint != read_memory(",
-            "self.is_written = False and read_memory(",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "a tensor that is replayed was not written since",
-            "            check_version(self.counter, self.version)\n",
-            "            pass\n",
-            "test_saved_tensors",
-        ),
-        (
-            "a replay has the numbers of the forward",
-            "elif before is not None and before != read(tensor):",
-            "elif False:",
-            "test_fingerprint",
-        ),
-        (
-            "what foreign code wrote after it was saved is noticed",
-            "                self.fingerprint = fingerprint(original)\n",
-            "                pass\n",
-            "test_fingerprint",
-        ),
-        (
-            "a write that counts no version is what the backward reads",
-            "        self.reference, self.fingerprint = view, None\n",
-            "        pass\n",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "a nested segment is given what it starts from",
-            "part.given = {value: (made, made._version) for value, made in there "
-            "if made is not None}",
-            "part.given = {}",
-            "test_executor test_recompute",
-        ),
-        (
-            "what a nested segment starts from was not written by a backward",
-            "any(tensor._version != made for tensor, made in given.values())",
-            "False",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "a replayed tensor that a backward wrote is refused to the next",
-            "            if tensor._version != self.filled:\n",
-            "            if False:\n",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "the segments around a nested one are replayed before it",
-            "    for part in reversed(waiting):\n        _fill(part, request)",
-            "    _fill(handle.segment, request)",
-            "test_executor test_recompute",
-        ),
-        (
-            "a segment makes what the segments inside of it start from",
-            "        goals = goals_of(self.waiting(segment)).union(*map(self.given_to, parts))\n",
-            "        goals = goals_of(self.waiting(segment))\n",
-            "test_executor test_recompute",
-        ),
-        (
-            "a retained graph holds no replayed tensors",
-            "            elif is_graph_kept():\n                self.tensor = None",
-            "",
-            "test_recompute test_replay",
-        ),
-        (
-            "what a nested segment was given is freed",
-            "        if not _is_graph_kept():\n            segment.given = None",
-            "        pass",
-            "test_recompute",
-        ),
-        (
-            "a nested segment of a retained graph keeps what it was given",
-            "        if not _is_graph_kept():\n            segment.given = None",
-            "        segment.given = None",
-            "test_replay",
-        ),
-        (
-            "what a replay left and nobody took is freed with the backward",
-            "        thread.opened.append(weakref.ref(waiting[-1]))",
-            "        pass",
-            "test_saved_tensors test_recording test_recompute test_replay",
-        ),
-        (
-            "a look at a saved tensor leaves nothing",
-            "            if current_backward() == -1:\n"
-            "                clear(self.segment)\n"
-            "            elif",
-            "            if",
-            "test_saved_tensors",
-        ),
-        (
-            "two backwards at once take turns",
-            "with self.segment.recording.lock:",
-            "with contextlib.nullcontext():",
-            "test_recompute",
-        ),
-        (
-            "what a replay made is freed with it",
-            "        for value in (*made, *given, *alive):\n",
-            "        for value in given:\n",
-            "test_recording test_recompute",
-        ),
-        (
-            "what no saved tensor needs is pruned",
-            "segment.recording.close([node for node, _ in found])",
-            "segment.recording.close(segment.recording.nodes)",
-            "test_recording test_replay",
-        ),
-        (
-            "offsets identify the sizes of a nested tensor",
-            "self.packed = [pack(part) if _has_gradient(part) else part for part in parts]",
-            "self.packed = [pack(part) if isinstance(part, Tensor) else part for part in parts]",
-            "pitfalls/test_layouts",
-        ),
-        (
-            "of a freed saved tensor nothing is replayed",
-            "    return [handle for handle in segment.living() if handle.tensor is None]\n",
-            "    return segment.living()\n",
-            "test_replay test_executor",
-        ),
-        (
-            "a replay inside of a forward is hidden from its recording",
-            "        thread.replaying = True\n",
-            "        pass\n",
-            "test_replay",
-        ),
-        (
-            "an interrupt at the end of a replay leaves the thread recording",
-            "                    # once more, where an interrupt has cut it short\n"
-            "                    thread.replaying = around\n",
-            "                    pass\n",
-            "test_interrupts",
-        ),
-        (
-            "a saved tensor that is detached in place is refused",
-            "            check_history(self.original())\n",
-            "            pass\n",
-            "pitfalls/test_changes",
-        ),
-        (
-            "what was gathered for a replay is freed after it",
-            "            module.reshard()\n",
-            "            pass\n",
-            "pitfalls/test_distributed",
-        ),
-    ],
-    "replay.py": [
-        (
-            "a vmap around a backward of several gradients does not see a replay",
-            "    if batches:\n",
-            "    if False:\n",
-            "pitfalls/test_transforms",
-        ),
-        (
-            "a copy that a kernel writes is conjugate where the tensor is",
-            "    return Geometry(tensor).of_storage(storage, tensor.device)\n",
-            "    found = torch.empty(0, dtype=tensor.dtype, device=tensor.device)\n"
-            "    place = tensor.storage_offset(), tensor.size(), tensor.stride()\n"
-            "    return found.set_(storage, *place)\n",
-            "pitfalls/test_layouts",
-        ),
-        (
-            "a kernel that keeps no random state is replayed after the one that left it",
-            "        drawing.update(node.follows)\n",
-            "",
-            "test_generators",
-        ),
-        (
-            "a replay draws what the forward drew",
-            "                draw_as(node.draws, changed.streams)",
-            "                pass",
-            "test_executor test_recompute",
-        ),
-        (
-            "random streams go on after a replay as if there had been none",
-            "[*self.streams.values(), *reversed(self.settings)]",
-            "[*reversed(self.settings)]",
-            "test_executor test_recompute pitfalls/test_randomness",
-        ),
-        (
-            "a kernel runs under the settings that it had",
-            "                    write_settings(node.settings, changed.settings)\n",
-            "                    pass\n",
-            "test_replay",
-        ),
-        (
-            "settings are put back after a replay",
-            "[*self.streams.values(), *reversed(self.settings)]",
-            "[*self.streams.values()]",
-            "test_replay",
-        ),
-        (
-            "autocast in the backward does not reach a replay",
-            "DisableAutocast()",
-            "contextlib.nullcontext()",
-            "test_executor pitfalls/test_ambient",
-        ),
-        (
-            "an in-place kernel is replayed on scratch",
-            "    return Geometry(tensor).of_storage(storage, tensor.device)\n",
-            "    return tensor\n",
-            "test_recompute",
-        ),
-        (
-            "what is read later is not written in place",
-            "    if value not in drops and all(value is not other for other, _ in before):\n",
-            "    if False:\n",
-            "test_recompute",
-        ),
-        (
-            "arguments that share memory share the copy of it",
-            " and all(value is not other for other, _ in before)",
-            "",
-            "pitfalls/test_aliases",
-        ),
-        (
-            "a view of what requires a gradient is written without a history",
-            "        value.now().requires_grad_(False)\n",
-            "        pass\n",
-            "pitfalls/test_autograd",
-        ),
-        (
-            "a result stays until its last reader",
-            "    read = {*wanted}\n",
-            "    read = set()\n",
-            "test_recompute test_executor",
-        ),
-        (
-            "a result is dropped after its last reader",
-            "    for value in drops:\n        value.made = None",
-            "    pass",
-            "test_replay",
-        ),
-        (
-            "only what is needed is replayed",
-            "        if needed.isdisjoint(node.results) and node not in drawing:\n"
-            "            continue\n",
-            "",
-            "test_replay",
-        ),
-        (
-            "what FSDP2 freed is gathered for a replay",
-            "            if outside.geometry is None:",
-            "            if False:",
-            "pitfalls/test_distributed",
-        ),
-    ],
-    "pending_reads.py": [
-        (
-            "a replay that is to come reads weights",
-            "any(segment is not None and waiting_in(segment) for segment in segments)",
-            "any(False for segment in segments)",
-            "../optimizer/test_in_backward",
-        ),
-        (
-            "operations hold weights that they saved",
-            "return any(one.is_saved for one in held) or ",
-            "return ",
-            "../optimizer/test_in_backward",
-        ),
-        (
-            "views and detached tensors hold weights",
-            "or now.of_storage > of_storage + views",
-            "",
-            "../optimizer/test_in_backward",
-        ),
-    ],
-    "compiled_segments.py": [
-        (
-            "a graph that writes what a segment reads is not compiled",
-            "written = segment.reads & segment.written_since",
-            "written = set()",
-            "pitfalls/test_compile",
-        ),
-        (
-            "a segment reads what the graph wrote before",
-            "written |= segment.reads & watch.written & set(names)",
-            "pass",
-            "pitfalls/test_compile",
-        ),
-        (
-            "a segment that runs twice writes nothing",
-            "for storage in segment.writes:",
-            "for storage in ():",
-            "pitfalls/test_compile",
-        ),
-        (
-            "a segment that runs twice draws nothing",
-            "if segment.draws:",
-            "if False:",
-            "pitfalls/test_compile",
-        ),
-    ],
-    "dispatch_keys.py": [
-        (
-            "a kernel of a function that autocast casts for runs without autocast",
-            "callers = CALLERS.get(name, (overload,))",
-            "callers = (overload,)",
-            "test_dispatch_keys",
-        ),
-        (
-            "kernels under autocast may call operators",
-            "    if is_lazy or is_cast:\n",
-            "    if is_lazy:\n",
-            "test_dispatch_keys",
-        ),
-        (
-            "custom operators may call operators",
-            "is_lazy = effects.opaque or ",
-            "is_lazy = ",
-            "test_dispatch_keys",
-        ),
-        (
-            "kernels of complex numbers may call operators",
-            "effects.opaque or (args and isinstance(args[0], Tensor) and args[0].is_complex())",
-            "effects.opaque",
-            "test_dispatch_keys",
-        ),
-        (
-            "a kernel that calls operators sees autocast as without a recording",
-            "            keys = keys | DispatchKeySet(_KEYS[key])\n",
-            "",
-            "test_dispatch_keys",
-        ),
-        (
-            "a kernel that calls operators resolves conjugate tensors as without a recording",
-            "keys, dtypes = _LAZY if is_lazy else _NONE, {}",
-            "keys, dtypes = _NONE, {}",
-            "test_dispatch_keys",
-        ),
-        (
-            "a replay casts to the type of the forward",
-            "                torch.set_autocast_dtype(kind, dtype)\n            with",
-            "                pass\n            with",
-            "test_dispatch_keys",
-        ),
-        (
-            "a replay leaves the type that autocast casts to",
-            "            for kind, dtype in earlier:\n",
-            "            for kind, dtype in ():\n",
-            "test_dispatch_keys",
-        ),
-        (
-            "a replay leaves no cast in autocast's cache",
-            "            torch.set_autocast_cache_enabled(False)\n",
-            "",
-            "test_dispatch_keys",
-        ),
-    ],
-    "devices.py": [
-        (
-            "a peak is that of its device",
-            'return int(_asked(device, "max_memory_allocated")())',
-            'return int(_asked(torch.device(device.type, 0), "max_memory_allocated")())',
-            "../accelerator",
-        ),
-        (
-            "what has no index was on the current device",
-            "    return torch.device(device.type, current())\n",
-            "    return torch.device(device.type, 0)\n",
-            "../accelerator",
-        ),
-        (
-            "a packed random state keeps what stands behind its words",
-            "        ctypes.memmove(place + SIZE - TAIL, tail, TAIL)\n",
-            "",
-            "test_generators",
-        ),
-        (
-            "a generator of the program's own is given again",
-            "values = (*args, *kwargs.values())\n",
-            "values = tuple(args)\n",
-            "pitfalls/test_randomness",
-        ),
-        (
-            "a generator given by place is given again",
-            "values = (*args, *kwargs.values())\n",
-            "values = tuple(kwargs.values())\n",
-            "pitfalls/test_randomness",
-        ),
-        (
-            "a stream goes on from where it was before the first kernel",
-            "if id(stream) not in restore:",
-            "if True:",
-            "test_executor pitfalls/test_randomness",
-        ),
-        (
-            "the stream of a second device is restored",
-            "if id(stream) not in restore:",
-            "if id(stream) not in restore and stream.device.index != 1:",
-            "../accelerator",
-        ),
-    ],
-    "operator_effects.py": [
-        (
-            "what a kernel writes without saying so is known",
-            "written = tuple(dict.fromkeys((*writes, *UNDECLARED.get(name, ()))))",
-            "written = tuple(writes)",
-            "test_recording",
-        ),
-        (
-            "a norm writes its statistics without saying so",
-            "norm=name in NORMS,",
-            "norm=False,",
-            "test_executor pitfalls/test_statistics",
-        ),
-        (
-            "kernels that draw are known",
-            "seeded = torch.Tag.nondeterministic_seeded in operator.tags",
-            "seeded = False",
-            "test_executor",
-        ),
-        (
-            "an operator of another library never runs twice",
-            "if operator.namespace not in KERNELS:",
-            "if False:",
-            "test_recording",
-        ),
-        (
-            "an operator that reads a file never runs twice",
-            'if "str" in types and not reads:',
-            "if False:",
-            "test_operator_effects",
-        ),
-        (
-            "an operator whose kernel is a user's Python never runs twice",
-            "return not calls_others and name not in overridden",
-            "return not calls_others",
-            "test_operator_effects",
-        ),
-        (
-            "an operator that may call a user's Python never runs twice",
-            "return not calls_others and name not in overridden",
-            "return name not in overridden",
-            "test_operator_effects",
-        ),
-        (
-            "a collective may write any of its arguments",
-            'is_collective = name.startswith("c10d")',
-            "is_collective = False",
-            "pitfalls/test_distributed test_distributed",
-        ),
-        (
-            "a kernel that may not repeat its bits is not replayed",
-            "return self.opaque or (self.varies is not None and self.varies.applies(args, kwargs))",
-            "return self.opaque",
-            "test_nondeterministic_kernels",
-        ),
-        (
-            "kernels that settings choose are known",
-            "heeded=heeded_by(name),",
-            "heeded=None,",
-            "test_kernel_settings test_replay",
-        ),
-    ],
-    "nondeterministic_kernels.py": [
-        (
-            "deterministic mode does not help all kernels",
-            "return not (self.is_avoidable and _is_deterministic())",
-            "return not _is_deterministic()",
-            "test_nondeterministic_kernels",
-        ),
-        (
-            "threads of the CPU share what is large",
-            "return count >= GRAIN and torch.get_num_threads() > 1",
-            "return False",
-            "test_nondeterministic_kernels",
-        ),
-        (
-            "a mask names no element twice",
-            "values.numel() > 1 and not all(index.dtype in MASKS for index in given)",
-            "values.numel() > 1",
-            "test_nondeterministic_kernels",
-        ),
-    ],
-    "replay_check.py": [
-        (
-            "a replay on a device has the numbers of the forward",
-            "differs = found != torch.cat(",
-            "differs = found != found + 0 * torch.cat(",
-            "test_replay_check",
-        ),
-        (
-            "a difference stays until it is read",
-            "                    flags.logical_or_(differs)\n",
-            "                    flags.copy_(differs)\n",
-            "test_replay_check",
-        ),
-        (
-            "flags are read after each so many backwards",
-            "self.backwards % self.every == 0",
-            "False",
-            "test_replay_check",
-        ),
-    ],
-    "kernel_settings.py": [
-        (
-            "a precision that goes by a general one still does after a replay",
-            "(setting.own or setting.read)()",
-            "setting.read()",
-            "test_replay",
-        ),
-        (
-            "the precision that cuDNN begins with is not taken for none",
-            "    is_set |= precision_of(*place) != precision_of(*library_all)\n",
-            "",
-            "test_kernel_settings",
-        ),
-        (
-            "the settings of a device that comes into use are read",
-            "if is_with_cuda is not (len(settings) > len(_OF_CPU)):",
-            "if False:",
-            "test_kernel_settings",
-        ),
-        (
-            "the default dtype is a setting",
-            "torch.get_default_dtype, ",
-            "lambda: torch.float32, ",
-            "test_replay",
-        ),
-        (
-            "whether a backward may follow is a setting",
-            '    Setting("grad", torch.is_grad_enabled, set_grad_enabled, _DETERMINISTIC),\n',
-            "",
-            "pitfalls/test_ambient",
-        ),
-        (
-            "the number of threads is a setting",
-            "torch.get_num_threads, ",
-            "lambda: 1, ",
-            "test_replay",
-        ),
-        (
-            "determinism is a setting",
-            "torch.get_deterministic_debug_mode, ",
-            "lambda: 0, ",
-            "test_replay",
-        ),
-    ],
-    "recompute.py": [
-        (
-            "a segment is closed on an exception",
-            "        if part is None:\n            return\n        thread.segment, part.end",
-            "        if part is None or raised[0] is not None:\n"
-            "            return\n"
-            "        thread.segment, part.end",
-            "test_recompute test_recording test_faults",
-        ),
-        (
-            "a forward without gradients is not recorded",
-            "        torch.is_grad_enabled()\n        and not are_functorch",
-            "        not are_functorch",
-            "test_recording",
-        ),
-        (
-            "under torch.func a function just runs",
-            "        and not are_functorch_transforms_active()\n",
-            "",
-            "test_recompute",
-        ),
-        (
-            "where hooks for saved tensors are forbidden a function just runs",
-            "        and bool(are_saved_tensors_hooks_enabled())",
-            "        and bool(torch._C._autograd)",
-            "test_saved_tensors",
-        ),
-        (
-            "a user's hooks for saved tensors get them",
-            "        if hooks is not None and not _is_of_zoo(hooks[0]):\n            return\n",
-            "",
-            "test_saved_tensors",
-        ),
-        (
-            "where a plan is in force a segment of the model is none",
-            "if not records() or thread.conductor is not None:",
-            "if not records():",
-            "test_kernel_segments",
-        ),
-    ],
-    "kernel_segments.py": [
-        (
-            "what closed segments saved is known by its memory, also where nobody has the tensor",
-            "                if home is not None:\n",
-            "                if home is not None and handle.original() is not None:\n",
-            "pitfalls/test_unseen_writes",
-        ),
-        (
-            "what a closed segment saved is kept before it is written late",
-            "                    handle.lose(storage)\n",
-            "                    pass\n",
-            "../tracing/test_exact",
-        ),
-        (
-            "what a forward writes where it ends is copied for its segments",
-            "        hold_readers(readers, storage, tensor)\n",
-            "",
-            "../tracing/test_exact",
-        ),
-        (
-            "what is saved before a turn and read after it is kept",
-            "        pending = self._pending() if len(self.path) > shared else []\n",
-            "        pending: list[Handle] = []\n",
-            "test_kernel_segments",
-        ),
-        (
-            "what is saved before a turn and read in another segment belongs to that",
-            "                handle.move_to(thread.segment)\n",
-            "                handle.keep()\n",
-            "test_kernel_segments ../tracing/test_traced_steps",
-        ),
-        (
-            "a kernel that is not the script's is noticed",
-            "if place >= len(script.operators) or script.operators[place] is not func:",
-            "if place >= len(script.operators):",
-            "test_kernel_segments",
-        ),
-        (
-            "another script of the same beginning goes on",
-            "                self.script = script\n"
-            "                self._turn(script.path_at(self.place - 1), fresh=True)\n"
-            "                return\n",
-            "                pass\n",
-            "test_kernel_segments",
-        ),
-        (
-            "after a stray each block is a segment",
-            "        if not self.synchronized:\n            self._turn((-1,), fresh=True)\n",
-            "",
-            "test_kernel_segments",
-        ),
-        (
-            "the plan holds again where the forward comes to a known block",
-            "if known is not None and (known != self.place or not self.synchronized):",
-            "if False:",
-            "test_kernel_segments",
-        ),
-        (
-            "segments are closed at the end of a forward",
-            "        while thread.segment is not None:\n            self._close()\n",
-            "",
-            "test_kernel_segments",
-        ),
-        (
-            "a replay during a forward does not count as its kernels",
-            "is_look or thread.replaying or not all",
-            "is_look or not all",
-            "test_kernel_segments",
-        ),
-        (
-            "segments that two paths share stay open",
-            "shared = 0 if fresh else len(list(same))",
-            "shared = 0",
-            "test_kernel_segments",
-        ),
-        (
-            "a forward inside of a user's hooks is not cut",
-            "return records() and hooks is None and thread.segment is None and "
-            "thread.conductor is None",
-            "return records() and thread.segment is None and thread.conductor is None",
-            "test_kernel_segments",
-        ),
-        (
-            "a part of a pruned range is closed",
-            "            prune(part)\n",
-            "            pass\n",
-            "test_kernel_segments",
-        ),
-    ],
-}
-MUTANTS = [
-    Mutant(guard, file, old, new, tuple(tests.split()))
-    for file, guards in GUARDS.items()
-    for guard, old, new, tests in guards
-]
+
+def sites_of(function: ast.AST) -> Iterator[Site]:
+    """Yields all that the rules can change in a function, a class or a module."""
+    for parent in ast.walk(function):
+        for field, value in ast.iter_fields(parent):
+            for index, node in enumerate(value) if isinstance(value, list) else [(None, value)]:
+                if isinstance(node, ast.AST):
+                    for rule, new in _changes(node, parent, field):
+                        yield Site(rule, node, parent, field, index, new)
+
+
+def _changes(node: ast.AST, parent: ast.AST, field: str) -> Iterator[tuple[str, list[Any]]]:
+    """Yields the rules that change a node, with the nodes that come in its place."""
+    if isinstance(node, SIMPLE) or type(node) in BLOCKS:
+        yield "drop", [ast.Pass()]
+    is_value = field == "value" and isinstance(parent, HOLDERS) and isinstance(node, ast.expr)
+    if is_value or field in CONDITIONS or (isinstance(parent, ast.BoolOp) and field == "values"):
+        yield "never", [ast.Constant(False)]
+        yield "always", [ast.Constant(True)]
+    if is_value:
+        yield "none", [ast.Constant(None)]
+    if field in PARTS and isinstance(node, ast.expr | ast.keyword | ast.withitem):
+        yield "without", []
+    if isinstance(parent, ast.BinOp) and isinstance(node, ast.expr):
+        yield "without", [parent.right if node is parent.left else parent.left]
+    if field == "iter":
+        yield "empty", [ast.Tuple([], ast.Load())]
+    if isinstance(node, DISPLAYS):
+        kind = type(node).__name__.removesuffix("Comp").lower()
+        yield "empty", [ast.Call(ast.Name(kind, ast.Load()), [], [])]
+    if isinstance(node, ast.Call) and node.args:
+        yield "bare", [node.args[0]]
+    if isinstance(node, ast.With):
+        yield "bare", node.body
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield "other", [ast.Constant(not node.value)]
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        yield "other", [ast.Constant(node.value + 1)]
+
+
+def _names(node: ast.AST) -> Counter[str]:
+    """Counts the names in a node, of a compound statement those in its head."""
+    fields = ("id", "attr", "arg", "value")
+    parts = (part for head in _heads(node) for part in ast.walk(head))
+    found = (getattr(part, field, None) for part in parts for field in fields)
+    return Counter(name for name in found if isinstance(name, str))
+
+
+def _heads(node: ast.AST) -> list[ast.AST]:
+    head = getattr(node, BLOCKS[type(node)]) if type(node) in BLOCKS else node
+    return head if isinstance(head, list) else [head]
+
+
+def smallest(sites: Sequence[Site], names: Sequence[str]) -> list[Site]:
+    """Returns the sites of the smallest nodes that have all the names."""
+    having = [
+        (sum(1 for head in _heads(site.node) for _ in ast.walk(head)), site)
+        for site in sites
+        if Counter(names) <= (_names(site.node) or _names(site.parent))
+    ]
+    return [site for size, site in having if size == min(size for size, _ in having)]
+
+
+@functools.cache
+def functions() -> dict[str, list[tuple[Path, ast.Module, ast.AST]]]:
+    """Returns zoo's modules, `module.function`s, classes and `Class.method`s by their names."""
+    found: dict[str, list[tuple[Path, ast.Module, ast.AST]]] = {}
+    for file in sorted((ROOT / "zoo").rglob("*.py")):
+        module = ast.parse(file.read_text())
+        named: list[tuple[str, ast.AST]] = [(file.stem, module)]
+        for part in module.body:
+            if isinstance(part, ast.FunctionDef):
+                named.append((f"{file.stem}.{part.name}", part))
+            elif isinstance(part, ast.ClassDef):
+                methods = [method for method in part.body if isinstance(method, ast.FunctionDef)]
+                named += [(part.name, part), *((f"{part.name}.{m.name}", m) for m in methods)]
+        for name, node in named:
+            found.setdefault(name, []).append((file.relative_to(ROOT), module, node))
+    return found
+
+
+def mutants_of(name: str, changes: Sequence[str] = (), tests: Sequence[str] = ()) -> list[Mutant]:
+    """Returns the mutants of a function, all that the rules make where no changes are named.
+
+    Raises:
+        LookupError: no function or several have the name, or a change fits nothing in it.
+    """
+    if len(found := functions().get(name, [])) != 1:
+        raise LookupError(f"zoo has {len(found)} functions of the name {name}; one is needed")
+    [(file, module, function)] = found
+    sites = list(sites_of(function))
+    chosen = [(f"{site.rule} {' '.join(_names(site.node))}", site) for site in sites]
+    if changes:
+        chosen = [(change, site) for change in changes for site in _chosen(sites, name, change)]
+    return [Mutant(f"{name}: {what}", file, module, site, (*tests,)) for what, site in chosen]
+
+
+def _chosen(sites: Sequence[Site], function: str, change: str) -> list[Site]:
+    rule, *names = change.split()
+    # another statement is put where one can be dropped
+    made_by = "drop" if rule == "put" else rule
+    found = smallest([site for site in sites if site.rule == made_by], names)
+    if not found:
+        raise LookupError(f"{change!r} fits nothing in {function}")
+    if rule == "put":
+        found = [site._replace(new=ast.parse(REPLACEMENTS[change]).body) for site in found]
+    return found
+
+
+def guards() -> Iterator[Mutant]:
+    """Yields the mutants of GUARDS."""
+    for tests, block in GUARDS.items():
+        for line in block.strip().splitlines():
+            name, changes = line.strip().split(": ")
+            yield from mutants_of(name, changes.split(", "), tests.split())
 
 
 def main(words: list[str]) -> int:
     """Runs the mutants that are asked for; returns 1 when one survives."""
-    chosen = [m for m in MUTANTS if not words or any(word in m.guard for word in words)]
-    survivors = []
+    if words[:1] == ["--every"]:
+        chosen = [mutant for name in words[1:] for mutant in mutants_of(name)]
+    else:
+        chosen = [
+            m for m in guards() if not words or any(w in f"{m.name} {m.tests}" for w in words)
+        ]
+    chosen = [mutant for mutant in chosen if mutant.text()]
+    survivors = 0
     for mutant in chosen:
         start = time.perf_counter()
         found = _found_by(mutant)
-        survivors += [] if found else [mutant.guard]
+        survivors += not found
         seconds = time.perf_counter() - start
-        print(f"{mutant.guard}: {found or 'SURVIVES'} ({seconds:.0f} s)", flush=True)
-    print(f"{len(chosen)} guards taken out, {len(chosen) - len(survivors)} noticed")
+        print(f"{mutant.name}: {found or 'SURVIVES'} ({seconds:.0f} s)", flush=True)
+    print(f"{len(chosen)} mutants, {len(chosen) - survivors} noticed")
     return int(bool(survivors))
 
 
@@ -1251,10 +452,12 @@ def _found_by(mutant: Mutant) -> str:
         for part in ("zoo", "tests"):
             shutil.copytree(ROOT / part, folder / part)
         shutil.copy(ROOT / "setup.cfg", folder)
-        path = folder / "zoo" / "engine" / mutant.file
-        path.write_text(changed(path.read_text(), mutant))
+        (folder / mutant.file).write_text(mutant.text())
         others = [f"--ignore={holder}" for holder in holders]
-        return _failed(folder, mutant, holders) or _failed(folder, mutant, [str(ENGINE), *others])
+        room = ROOT / "tests" / mutant.file.parent.name
+        rest = str(room.relative_to(ROOT)) if room.is_dir() else "tests"
+        found = _failed(folder, mutant, holders) if holders else ""
+        return found or _failed(folder, mutant, [rest, *others])
 
 
 def _failed(folder: Path, mutant: Mutant, tests: Sequence[str]) -> str:
@@ -1272,24 +475,10 @@ def _failed(folder: Path, mutant: Mutant, tests: Sequence[str]) -> str:
     if run.returncode < 0:
         return f"{signal.Signals(-run.returncode).name} in {' '.join(tests)}"
     if run.returncode not in (PASSED, FAILED):
-        raise RuntimeError(f"{mutant.guard}: pytest ended with {run.returncode}\n{run.stdout}")
+        raise RuntimeError(f"{mutant.name}: pytest ended with {run.returncode}\n{run.stdout}")
     # of tests in several processes, what these share fails where an assertion ends one of them
     lines = [line for line in run.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return lines[0].split()[1] if lines else ""
-
-
-def changed(text: str, mutant: Mutant) -> str:
-    """Returns the text of a file without the guard.
-
-    Raises:
-        RuntimeError: the guard is not in the file, or more than once.
-    """
-    if text.count(mutant.old) != 1:
-        raise RuntimeError(f"{mutant.guard}: its text is not once in {mutant.file}")
-    text = text.replace(mutant.old, mutant.new)
-    if "contextlib" in mutant.new and "import contextlib" not in text:
-        text = text.replace("\nimport ", "\nimport contextlib\nimport ", 1)
-    return text
 
 
 if __name__ == "__main__":

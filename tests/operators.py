@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.training import is_same
 from zoo.engine.operator_effects import NORMS, STATISTICS, UNDECLARED
 from zoo.engine.recompute import recompute
 from zoo.engine.replay import replay
@@ -173,21 +174,7 @@ def difference(one: Run, other: Run) -> str:
 
 
 def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    if one.layout is not other.layout or one.requires_grad is not other.requires_grad:
-        return False
-    if one.layout is not torch.strided or one.is_nested:
-        one, other = one.detach().to_dense(), other.detach().to_dense()
-    if one.dtype != other.dtype or one.shape != other.shape or one.stride() != other.stride():
-        return False
-    return torch.equal(_bits(one), _bits(other))
-
-
-def _bits(value: Tensor) -> Tensor:
-    """Returns the bytes of the numbers of a tensor, a NaN by its sign and payload, too."""
-    value = value.detach().resolve_conj().resolve_neg()
-    return value.contiguous().view(-1).view(torch.uint8) if value.numel() else value.view(-1)
+    return one is other if one is None or other is None else is_same(one, other)
 
 
 class Watch(TorchDispatchMode):

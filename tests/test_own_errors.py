@@ -27,24 +27,6 @@ def frozen() -> nn.Module:
     return network().requires_grad_(False)
 
 
-class Chained(zoo.Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = network()
-
-    def steps(self) -> Any:
-        return [self.layers]
-
-
-class Stepless(zoo.Chain):
-    """Forgets to say what its steps are."""
-
-
-class Empty(zoo.Chain):
-    def steps(self) -> Any:
-        return []
-
-
 def nothing(parameters: Any) -> None:
     """Forgets to return an optimizer."""
 
@@ -55,13 +37,12 @@ rank = functools.partial(zoo.plan_rank, memory_budget=1.0)
 MAKES_NONE = "optimizer= made no optimizer but a value of type NoneType; return one, as lambda"
 NOT_TAKEN = "does not take these inputs: RuntimeError: .*(shapes cannot|reduction dim)"
 NO_LOSS = "loss= is a function of what the model returns; got 5"
-NO_STEPS = r"lists no steps; give it a method steps\(self\) that returns them"
 NO_NAME = r"steps=1 is no name of a module; write names as in steps=\['encoder"
 WRONG = {
     "uncheckpoint": (lambda: zoo.uncheckpoint(None), "uncheckpoint needs a torch.nn.Module; got"),  # type: ignore[type-var]
     "number as a step": (lambda: zoo.checkpoint(network(), steps=[1]), NO_NAME),  # type: ignore[list-item]
     "number as steps": (lambda: zoo.checkpoint(network(), steps=1), NO_NAME),  # type: ignore[arg-type]
-    "number as a block": (lambda: zoo.chain_of(network(), images, steps=[1]), NO_NAME),  # type: ignore[list-item]
+    "number as a block": (lambda: zoo.steps_of(network(), images, steps=[1]), NO_NAME),  # type: ignore[list-item]
     "text to track": (lambda: zoo.track(network(), optimizer="a"), "steps in the block; got 'a'"),  # type: ignore[arg-type]
     "class to track": (
         lambda: zoo.track(network(), optimizer=torch.optim.AdamW),  # type: ignore[arg-type]
@@ -101,8 +82,6 @@ WRONG = {
     "anatomy of other inputs": (lambda: zoo.anatomy(network(), torch.rand(3, 7)), NOT_TAKEN),
     "anatomy of other fakes": (lambda: zoo.anatomy(network(), meta.new_empty(3, 7)), NOT_TAKEN),
     "plan other inputs": (lambda: plan(network(), torch.rand(3, 7)), NOT_TAKEN),
-    "verify other inputs of a chain": (lambda: zoo.verify(Chained(), torch.rand(3, 7)), NOT_TAKEN),
-    "anatomy of a chain": (lambda: zoo.anatomy(Chained(), torch.rand(3, 7)), NOT_TAKEN),
     "verify another name": (
         lambda: zoo.verify(network(), {"y": images}), "these inputs: TypeError: .*argument 'y'"
     ),
@@ -128,11 +107,6 @@ WRONG = {
     ),
     "a float of classes": (lambda: zoo.resnet18(classes=1e99), "got 1e[+]99, which is no whole"),
     "digits of classes": (lambda: zoo.resnet18(classes=10**30), "classes of at most 1099511627776"),
-    "run without steps": (lambda: Stepless()(images), NO_STEPS),
-    "plan without steps": (lambda: plan(Stepless(), images), NO_STEPS),
-    "checkpoint without steps": (lambda: zoo.checkpoint(Stepless())(images), NO_STEPS),
-    "run no steps": (lambda: Empty()(images), NO_STEPS),
-    "frontier of no steps": (lambda: zoo.frontier(Empty(), images), NO_STEPS),
 }  # fmt: skip
 
 

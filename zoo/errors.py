@@ -21,7 +21,7 @@ class ZooError(Exception):
 
 
 class PlanError(ZooError, ValueError):
-    """Says that a plan is malformed or does not fit its chain."""
+    """Says that a plan is malformed or does not fit its model."""
 
 
 class BudgetError(ZooError, ValueError):

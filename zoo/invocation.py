@@ -1,16 +1,14 @@
-"""What a model is called with, and what then comes to the first step of a chain.
+"""What a model is called with.
 
 A model's forward may do more than run its steps (GPT-2 takes targets or none, an LSTM makes its
 first state), so it is called, and stopped where the first step would run.
 """
 
-import functools
 import logging
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -23,11 +21,10 @@ from zoo._torch import (
     FakeTensorMode,
     pytree,
 )
-from zoo.chain import Chain, Outline, Runner, State, Step
 from zoo.errors import LONGEST, ArgumentError, ZooError, in_a_line, shortened
 from zoo.optimizer.in_backward import attached_to
 from zoo.profiling.fake_tensors import NumbersNeeded, as_data
-from zoo.profiling.tensor_spec import flattened
+from zoo.profiling.tensor_spec import flattened, tensors_held_by
 from zoo.units import shape_text
 
 # of what a model returns, whole, as in loss(model(inputs))
@@ -42,6 +39,8 @@ OUTPUTS_ALONE = (
     "targets) does; where several sizes are looked at, it makes targets of the size of the outputs"
 )
 _log = logging.getLogger("zoo")
+# that are searched for tensors in one argument
+MOST_OBJECTS = 256
 # as many in a title
 MOST_SHAPES = 4
 # what a user writes for what a model is called with
@@ -120,14 +119,14 @@ class InputSpec(NamedTuple):
 
     @classmethod
     def of(cls, given: Invocation, model: nn.Module) -> "InputSpec":
-        """Describes arguments; values that are no tensors count by their types.
+        """Describes arguments; values count by their types, objects by the tensors they hold.
 
         A model of which more is trained, or in another type, is planned for anew; so is one of
         which another part is in training mode, one under another autocast, and one with an
         optimizer in the backward, which frees gradients.
         """
         leaves, tree = flattened((given.args, given.kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [tensor for leaf in leaves for tensor in tensors_held_by(leaf, MOST_OBJECTS)]
         sizes = tuple((t.numel(),) if t.is_nested else tuple(t.shape) for t in tensors)
         autocast = tuple(
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
@@ -138,17 +137,22 @@ class InputSpec(NamedTuple):
         around = *_state(model), autocast, in_backward
         return cls((str(tree), *map(_leaf_spec, leaves), *around), sizes)
 
-    def is_within(self, other: "InputSpec") -> bool:
-        """Says whether arguments are like others, with no size above theirs."""
-        return self.structure == other.structure and all(
-            len(one) == len(two) and all(map(operator.le, one, two))
-            for one, two in zip(self.sizes, other.sizes, strict=True)
-        )
+    def growth_over(self, other: "InputSpec") -> float:
+        """Returns how many times as large as others these arguments are.
 
-    def smallest_cover(self, others: Iterable["InputSpec"]) -> "InputSpec | None":
-        """Returns the one of fewest elements that these arguments are within; None if none is."""
-        covers = filter(self.is_within, others)
-        return min(covers, key=lambda spec: sum(map(math.prod, spec.sizes)), default=None)
+        That is 1 where no size is above theirs, and infinity where they are no such arguments.
+        """
+        sizes = [*zip(self.sizes, other.sizes, strict=False)]
+        is_like = [*map(len, self.sizes)] == [*map(len, other.sizes)]
+        if self.structure != other.structure or not is_like:
+            return math.inf
+        growths = ([max(1.0, a / max(b, 1)) for a, b in zip(*pair, strict=True)] for pair in sizes)
+        return max(map(math.prod, growths), default=1.0)
+
+    @property
+    def elements(self) -> int:
+        """How many elements the tensors have."""
+        return sum(map(math.prod, self.sizes))
 
 
 # nn.Module.modules() takes 10 ms for a thousand layers, in each forward
@@ -210,34 +214,6 @@ def _refused(model: nn.Module, given: Invocation, error: Exception) -> ArgumentE
     )
 
 
-class _Stopped(BaseException):
-    """Carries the steps of a forward and their inputs out of it."""
-
-
-def capture_first_state(model: Chain, given: Invocation) -> tuple[Outline, State]:
-    """Calls a model up to where its first step would run: its steps, and what comes to them.
-
-    Raises:
-        ArgumentError: its forward does not run its steps, or takes no such arguments.
-    """
-
-    def stop(chain: Chain, found: Outline, state: State) -> Any:
-        raise _Stopped(found, state)
-
-    runner, model.runner = model.runner, cast(Runner, stop)
-    try:
-        with torch.enable_grad():
-            given.at(device_of(model)).on(model)
-    except _Stopped as stopped:
-        found, state = stopped.args
-        return found, state
-    except TypeError as error:
-        raise _refused(model, given, error) from error
-    finally:
-        model.runner = runner
-    raise ArgumentError(f"{type(model).__name__}'s forward does not run its steps")
-
-
 def device_of(model: nn.Module) -> torch.device:
     """Returns the device of a model's first parameter."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -250,15 +226,6 @@ def kernel_device(model: nn.Module) -> torch.device:
     """
     device = device_of(model)
     return torch.device("cpu") if device.type == "meta" else device
-
-
-def with_loss(found: Outline, loss: Callable[..., Tensor] | None) -> Outline:
-    """Adds the loss, a function of the last state, as a last step, a block of its own."""
-    if loss is None:
-        return found
-    last = found.blocks[-1] + 1 if found.blocks else 0
-    of_outputs: Step = functools.partial(loss)
-    return replace(found, steps=(*found.steps, of_outputs), blocks=(*found.blocks, last))
 
 
 def check_module(model: object, what: str) -> None:
@@ -380,9 +347,9 @@ def _shape(value: Any) -> str:
     return f"{type(value).__name__}{parts}"
 
 
-def title_of(model: nn.Module, inputs: State) -> str:
+def title_of(model: nn.Module, inputs: Iterable[Tensor]) -> str:
     """Names a model and its first inputs of several numbers: 'ResNet on 8×3×224×224'."""
-    shapes = [shape_text(v.shape) for v in inputs if v is not None and v.ndim and v.numel()]
+    shapes = [shape_text(v.shape) for v in inputs if v.ndim and v.numel()]
     more = f" and {len(shapes) - MOST_SHAPES} more" if len(shapes) > MOST_SHAPES else ""
     mode = "" if model.training else " in eval mode"
     return f"{type(model).__name__}{mode} on {', '.join(shapes[:MOST_SHAPES])}{more}"

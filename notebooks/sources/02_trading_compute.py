@@ -51,16 +51,16 @@ notebook.chart("A training step of a DenseNet", densenet_frontier)
 # %% [markdown] name="plans"
 # ## A plan, drawn
 #
-# Think of a network as a chain of *nodes*: a convolution, a norm, and so on. A *plan* says which
-# nodes keep what they save for the backward, and which are recomputed. A bracket is a *segment*:
+# Think of a forward as a row of *steps*: a convolution, a norm, and so on. A *plan* says which
+# steps keep what they save for the backward, and which are recomputed. A bracket is a *segment*:
 # only what goes into it is kept. When the backward gets there, the segment is recomputed.
 #
-# Here are nine nodes and three plans. The first keeps everything: that is the baseline. The
-# second is the famous one of Chen and others (2016): of *n* nodes make segments of √n, and keep the
-# last one, since the backward begins there. The third has a segment within a segment, so some nodes
+# Here are nine steps and three plans. The first keeps everything: that is the baseline. The
+# second is the famous one of Chen and others (2016): of *n* steps make segments of √n, and keep the
+# last one, since the backward begins there. The third has a segment within a segment, so some steps
 # run three times.
 #
-# Each is drawn moment by moment, from left to right. ▸ runs a node in the forward or again, ◂ in
+# Each is drawn moment by moment, from left to right. ▸ runs a step in the forward or again, ◂ in
 # the backward. Blue is an input that is kept for the backward, orange one that is recomputed.
 
 # %% name="draw"
@@ -72,14 +72,14 @@ rows = []
 for name, plan in plans.items():
     drawn = notebook.moments(plan)
     rows.append([name, f"`{plan.text()}`", max(len(held) for *_, held in drawn), sum(plan.runs())])
-table(["plan", "as text", "inputs held at most", "nodes run forward"], *rows)
+table(["plan", "as text", "inputs held at most", "steps run forward"], *rows)
 
 # %% [markdown] name="why-root"
 # Why √n? With *k* segments you keep *k* inputs, and while one segment is recomputed you
 # keep its *n / k* results on top. The sum *k + n / k* is least at *k* = √n. Memory falls from *n*
 # to 2 √n, and the price is at most one more forward.
 #
-# A nice rule. But look at what it assumes: *all nodes are equally large and equally slow*. You have
+# A nice rule. But look at what it assumes: *all steps are equally large and equally slow*. You have
 # seen in the first notebook that the first layers of a ResNet are far larger than the last.
 
 # %% [markdown] name="predict"
@@ -87,7 +87,7 @@ table(["plan", "as text", "inputs held at most", "nodes run forward"], *rows)
 #
 # The ResNet-110 for small images, with plain SGD. We try these schemes:
 #
-# - **sqrt**: segments of equally many nodes, as above;
+# - **sqrt**: segments of equally many steps, as above;
 # - **blocks**: each residual block is a segment, as timm does it;
 # - **cheap**: keep convolutions, recompute batch norms and ReLUs;
 # - **the best plan**: whatever takes least time at a given memory.
@@ -108,7 +108,7 @@ resnet_frontier = zoo.frontier(resnet, images, optimizer=torch.optim.SGD)
 notebook.chart("A training step of ResNet-110", resnet_frontier)
 
 # %% [markdown] name="frontier-method"
-# `zoo.frontier` has counted the bytes of each node without running it, has timed each kind of
+# `zoo.frontier` has counted the bytes of each step without running it, has timed each kind of
 # kernel, and has then worked out the best plan for every budget. No training happened yet. Each
 # point of the blue line is a plan; nothing lies below the line.
 
@@ -153,9 +153,9 @@ table(["of the baseline's peak", "least time"], *rows)
 # - Every scheme lies above the blue line. At the same memory there is a plan that is faster.
 # - The line is steep on the left and gentle on the right: what is large and quick to compute goes
 #   first. The last megabytes are the expensive ones.
-# - √n is a poor deal. It counts nodes, and nodes are not alike.
+# - √n is a poor deal. It counts steps, and steps are not alike.
 #
-# ## Why are some nodes almost free?
+# ## Why are some steps almost free?
 #
 # A convolution is slow. The batch norm behind it is quick, and its result is just as large. So keep
 # the slow one's result and recompute the quick one. Let us count: who holds the bytes, who does the
@@ -172,7 +172,7 @@ for name, part in parts.items():
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         rows.append([name, format_bytes(part(features).nbytes)])
     rows[-1].append(f"{counter.get_total_flops():,}")
-table(["node", "bytes of its result", "multiplications and additions in products"], *rows)
+table(["layer", "bytes of its result", "multiplications and additions in products"], *rows)
 
 # %% [markdown] name="densenet-question"
 # ## DenseNet, the hungry one
@@ -252,12 +252,12 @@ for count in (1, 8, 64):
 table(["images, ResNet-18 with AdamW", "baseline", "least memory", "saved"], *rows)
 
 # %% name="halves"
-nodes = range(len(parts.plan.flatten()))
-segments = [tuple(nodes[first : first + 4]) for first in range(0, len(nodes), 4)]
+steps = range(len(parts.plan.flatten()))
+segments = [tuple(steps[first : first + 4]) for first in range(0, len(steps), 4)]
 middle = len(segments) // 2
 halves = {
-    "first half recomputed": zoo.Plan((*segments[:middle], *nodes[4 * middle :])),
-    "second half recomputed": zoo.Plan((*nodes[: 4 * middle], *segments[middle:])),
+    "first half recomputed": zoo.Plan((*segments[:middle], *steps[4 * middle :])),
+    "second half recomputed": zoo.Plan((*steps[: 4 * middle], *segments[middle:])),
 }
 found = {name: zoo.anatomy(small, batch, checkpoint=half) for name, half in halves.items()}
 rows = [["baseline", format_bytes(parts.baseline.activation_peak)]]
@@ -400,12 +400,12 @@ else:
 #
 # </details>
 #
-# **2.** Chen's rule gives 2 √n. Nest it: make segments within segments. For nine equal nodes, how
-# many run three times in the nested plan above? Write a plan in which some node runs four times.
+# **2.** Chen's rule gives 2 √n. Nest it: make segments within segments. For nine equal steps, how
+# many run three times in the nested plan above? Write a plan in which some step runs four times.
 #
 # <details><summary>Answer</summary>
 #
-# A node runs once more for each bracket around it. Only a bracket at the very end of another one
+# A step runs once more for each bracket around it. Only a bracket at the very end of another one
 # costs nothing more: when the outer one is recomputed, nobody behind the inner one waits for
 # it, and it can wait for the backward.
 #

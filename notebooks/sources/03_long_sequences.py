@@ -179,8 +179,8 @@ chunks = zoo.Plan(((0, 1, 2), (3, 4, 5), (6, 7, 8), 9, 10, 11))
 notebook.stepwise({"baseline": zoo.Plan.keep_all(12), "four chunks": chunks})
 
 # %% [markdown] name="time-question"
-# In `zoo.lstm` each chunk of time, layer by layer, is a node of the chain that the planner works
-# on. So the same planner that did the ResNet does it. Guess: when the text is eight times as long,
+# In `zoo.lstm` each chunk of time, layer by layer, is a block, whose steps the planner works on.
+# So the same planner that did the ResNet does it. Guess: when the text is eight times as long,
 # how much more memory is it with the plan?
 
 # %% name="lengths"

@@ -181,12 +181,12 @@ table(
 # %% [markdown] name="left"
 # ## What is left
 #
-# Take a vision transformer, with the kernel. Here is one of its blocks, cut into the five nodes
-# that `zoo` makes of it. `project` is a norm and the matrix that makes queries, keys and values;
-# `attend` is the kernel; `merge` a matrix and an addition; `widen` a norm and a matrix to four
-# times the width; `narrow` the activation, a matrix and an addition.
+# Take a vision transformer, with the kernel. Here is one of its blocks, cut into the steps that
+# `zoo` finds in it, by the names of their modules. `attn.qkv` is the matrix that makes queries,
+# keys and values; `scaled_dot_product_attention` is the kernel; `mlp.fc1` a matrix to four times
+# the width; `add` an addition, one step with the matrix before it.
 #
-# **Predict:** which of the five keeps the most bytes for the backward?
+# **Predict:** what keeps more bytes for the backward, the attention or the layers of the MLP?
 
 # %% name="block"
 vit = zoo.vit_tiny_patch16()
@@ -194,11 +194,12 @@ report = zoo.plan(vit, torch.empty(8, 3, 224, 224, device="meta"), memory_budget
 middle, saved = report.blocks[len(report.blocks) // 2], {}
 for name, size, block in zip(report.names, report.saved, report.blocks, strict=True):
     if block == middle:
-        saved[name.rsplit(".", 1)[-1]] = size / MIB
-notebook.bars("", {"saved for the backward by each node of a block, batch of 8 (MiB)": saved})
+        saved[" ".join(part.split(".", 2)[-1] for part in name.split())] = size / MIB
+notebook.bars("", {"saved for the backward by each step of a block, batch of 8 (MiB)": saved})
 shares = {name: size / sum(saved.values()) for name, size in saved.items()}
-most = max(shares, key=shares.get)
-say(f"**`{most}`** saves most: {shares[most]:.0%}. The famous `attend`: {shares['attend']:.0%}.")
+mlp = sum(share for name, share in shares.items() if name.startswith("mlp"))
+attention = shares["scaled_dot_product_attention"]
+say(f"The layers of the MLP: **{mlp:.0%}**. The famous attention: {attention:.0%}.")
 
 # %% [markdown] name="amp"
 # ## Half precision
@@ -328,10 +329,10 @@ say(
 #
 # ## torch.compile
 #
-# The compiler sees the whole step and has an opinion of its own on what to keep. A plan goes
-# through it: the compiler then recomputes the plan's segments. Two things to know:
+# The compiler sees the whole step and has an opinion of its own on what to keep. A model
+# with a plan goes through it: the compiler then recomputes each block. Two things to know:
 #
-# - Decide the plan before. One training forward does it.
+# - Call `zoo.checkpoint` first and `torch.compile` second.
 # - Compiled kernels may round differently with a plan and without. The backend `"aot_eager"`, which
 #   takes the graph apart and runs torch's own kernels, gives the same bits. It is also the quick
 #   one, so we use it here. On a GPU leave `backend` out.
@@ -346,7 +347,7 @@ torch.manual_seed(0)
 short = zoo.vit_tiny_patch16(depth=3, width=96, image_size=160, classes=10).to(device)
 wanted, rows = gradients(short, images), []
 for option in (False, True):
-    zoo.checkpoint(short, option)(images)  # decides the plan
+    zoo.checkpoint(short, option)
     compiled = torch.compile(short, backend="aot_eager", fullgraph=True)
     same = all(map(torch.equal, gradients(compiled, images), wanted))
     with spending(device) as spent:
@@ -381,7 +382,7 @@ else:
 # >   do not multiply: what a checkpoint keeps stays in float32.
 # > - Accumulation and checkpointing both make the peak smaller and go together. Accumulation
 # >   changes the rounding; checkpointing changes no bit.
-# > - Under `torch.compile`, decide the plan before you compile.
+# > - `zoo.checkpoint` comes before `torch.compile`.
 
 # %% [markdown] name="exercises"
 # ## Exercises

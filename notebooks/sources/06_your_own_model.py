@@ -155,12 +155,12 @@ say(
 
 # %% [markdown] name="how"
 # How did it know where to cut? It watched the kernels of the first training forward and wrote them
-# down as a row of *nodes*. From the next forward on it lets go of what the plan does not keep. Your
+# down as a row of *steps*. From the next forward on it lets go of what the plan does not keep. Your
 # code runs as you wrote it, once; in the backward the kernels are replayed, not your code.
-# `zoo.chain_of` shows the nodes.
+# `zoo.steps_of` shows the steps.
 
 # %% name="chain"
-found = zoo.chain_of(yours(), {"images": images, "labels": labels})
+found = zoo.steps_of(yours(), {"images": images, "labels": labels})
 print(*str(found).splitlines()[:14], "...", sep="\n")
 
 # %% [markdown] name="trust"
@@ -191,13 +191,14 @@ room = before.peak - after.peak
 rows = []
 for share in (0, 0.5, 0.9):
     budget = before.peak - int(share * room)
-    peak = measured(zoo.checkpoint(yours(), memory_budget=budget)).peak
+    peak = measured(zoo.checkpoint(yours(), memory_budget=budget, optimizer="adamw")).peak
     rows.append([*map(format_bytes, (budget, peak)), f"{peak / budget:.1%}"])
 table(["budget", "peak, measured", "of the budget"], *rows)
 
 # %% name="too-small"
 try:
-    zoo.checkpoint(yours(), memory_budget="4MiB", inputs={"images": images, "labels": labels})
+    given = {"memory_budget": "4MiB", "inputs": {"images": images, "labels": labels}}
+    zoo.checkpoint(yours(), **given, optimizer="adamw")
 except zoo.BudgetError as error:
     print(f"{type(error).__name__}: {error}")
 
@@ -326,8 +327,8 @@ class Decides(Yours):
 
 
 for brightness in (1.0, 0.01):
-    nodes = str(zoo.chain_of(Decides().to(device), images * brightness)).splitlines()[0]
-    print(f"brightness {brightness}: {nodes}")
+    steps = str(zoo.steps_of(Decides().to(device), images * brightness)).splitlines()[0]
+    print(f"brightness {brightness}: {steps}")
 
 # %% [markdown] name="many"
 # ## More than one GPU
@@ -335,6 +336,8 @@ for brightness in (1.0, 0.01):
 # - **DistributedDataParallel:** first `zoo.checkpoint(model)`, then
 #   `DistributedDataParallel(model)`. Nothing else. `find_unused_parameters=True` works
 #   too, as the cell `ready` below shows.
+# - **DataParallel:** replicas go by the plans of the model; train one step of the model itself
+#   before, or give it a budget.
 # - **SyncBatchNorm:** convert first, then checkpoint. What other GPUs sent is kept, so that nobody
 #   is asked twice.
 # - **FSDP2** (`fully_shard`): inside of a segment and around it. FSDP1 inside of a segment is
@@ -508,7 +511,7 @@ table(["", "batches counted"], *rows)
 
 # %% name="on-gpu"
 if device == "cuda":
-    peak = measured(zoo.checkpoint(yours(), memory_budget="device")).peak
+    peak = measured(zoo.checkpoint(yours(), memory_budget="device", optimizer="adamw")).peak
     say(f"The peak within what is free on the GPU: {format_bytes(peak)}.")
 else:
     say(

@@ -15,8 +15,20 @@ from torch import Tensor, nn
 
 import zoo
 from tests.accelerator import software
-from tests.training import Record, Residuals, images, needs_numpy, train
+from tests.training import (
+    Record,
+    Residuals,
+    assert_exact,
+    assert_same,
+    frozen,
+    gradients,
+    images,
+    needs_numpy,
+    plain,
+    train,
+)
 from zoo.engine import devices
+from zoo.engine.devices import read_streams
 from zoo.engine.recompute import recompute
 from zoo.errors import ArgumentError, DeterminismError
 from zoo.policy.budget import free_on
@@ -39,29 +51,6 @@ def device(index: int) -> torch.device:
     return torch.device(KIND, index)
 
 
-def streams() -> list[Tensor]:
-    module = torch.get_device_module(KIND)
-    return [torch.get_rng_state(), *(module.get_rng_state(device(i)) for i in range(COUNT))]
-
-
-def plain(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
-
-
-def assert_same(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
-def assert_exact(program: Callable[[Callable[..., Any]], Any]) -> None:
-    """Runs a program without and with recomputation from the same streams, and compares all."""
-    found = []
-    for call in (plain, recompute):
-        torch.manual_seed(7)
-        result = program(call)
-        found.append((result, streams()))
-    assert_same(found[1], found[0])
-
-
 def drops(*layers: int) -> nn.Sequential:
     """Layers with dropout, each on the device of an index, with copies between them."""
     torch.manual_seed(3)
@@ -76,10 +65,6 @@ class Dropping(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(self.linear(x.to(self.place)).sin(), 0.5).exp()
-
-
-def gradients(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 @pytest.mark.parametrize("index", range(max(COUNT, 1)))
@@ -111,9 +96,9 @@ def test_a_backward_leaves_the_streams_as_they_were(index: int) -> None:
     model = drops(index)
     y = recompute(model, torch.ones(4, 8, device=device(index)))
     torch.rand(5, device=device(index))
-    before = streams()
+    before = frozen(read_streams())
     y.sum().backward()
-    assert_same(streams(), before)
+    assert_same(frozen(read_streams()), before)
 
 
 @needs_two
@@ -236,7 +221,7 @@ def test_where_a_stream_cannot_be_set_the_draws_are_kept_and_a_comparison_is_ref
         y = call(model, x)
         model.zero_grad(set_to_none=True)
         y.sum().backward()
-        found.append((y, gradients(model), get(device(1))))
+        found.append(frozen([y, gradients(model), get(device(1))]))
     assert_same(found[1], found[0])
     message = f"random numbers on {KIND}:0 cannot be drawn again: torch.{KIND} has neither"
     with pytest.raises(ArgumentError, match=message):
@@ -376,7 +361,7 @@ def test_a_chain_is_planned_whose_norms_read_a_counter_on_the_device() -> None:
     def trained(checkpoint: bool) -> Record:
         torch.manual_seed(0)
         model = zoo.checkpoint(Residuals(), checkpoint)
-        assert model.norms[1].momentum is None
+        assert model.blocks[1].norm.momentum is None
         return train(model, lambda: [images()])
 
     assert_same(trained(True), trained(False))

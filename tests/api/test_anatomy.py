@@ -16,6 +16,7 @@ from tests.tracing.models import Net
 from tests.training import Residuals, assert_same, everything, images
 from zoo.errors import ArgumentError
 from zoo.profiling.peak_memory import trace
+from zoo.tracing.planned_forward import patched_forward
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
 MIB = 1024**2
@@ -89,7 +90,7 @@ def test_both_tables_and_both_columns_name_a_block_alike(build):
     assert {row[4] for part in largest for row in part} <= {row[0] for row in blocks}
     one, other = (part.blocks().keys() - PHASES for part in (found.baseline, found.planned))
     assert one == other
-    assert len(one) > 5
+    assert len(one) >= 5
 
 
 def rows(part):
@@ -97,8 +98,9 @@ def rows(part):
 
 
 def test_a_plan_of_the_models_own_is_the_plan():
-    model = zoo.checkpoint(Residuals(), ((0, 1, 2), (3, 4, 5), 6, 7, 8, 9))
-    assert zoo.anatomy(model, images()).plan == model.plan
+    plan = zoo.Plan([(0, 1, 2), (3, 4, 5), *range(6, 11)])
+    model = zoo.checkpoint(Residuals(), plan)
+    assert zoo.anatomy(model, images()).plan == plan
     assert zoo.anatomy(Residuals(), images()).planned is None
     assert zoo.anatomy(model, images(), checkpoint=False).planned is None
 
@@ -130,11 +132,11 @@ def test_an_optimizer_in_the_backward_leaves_few_gradients(device, optimizer):
 @pytest.mark.parametrize("device", [None, "meta"])
 def test_the_model_and_the_random_state_are_left_as_they_are(device):
     model, batch = Residuals(), images().requires_grad_()
-    before, runner = everything(model), model.runner
+    before, runner = everything(model), patched_forward(model)
     given = copy.deepcopy(batch)
     zoo.anatomy(model, batch, checkpoint=True, device=device)
     assert_same(everything(model), before)
-    assert model.runner is runner
+    assert patched_forward(model) is runner
     assert torch.equal(batch, given)
     assert batch.grad is None
 

@@ -1,15 +1,22 @@
 """What an option takes, and what is refused with the reason and the way out."""
 
 import copy
+import functools
+import gc
+import pickle
+import re
+import weakref
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zoo
 from tests.tracing.models import Net, Reader
 from tests.training import assert_same, images, train
+from zoo.tracing.planned_forward import option_of
 
 
 class Switched(Net):
@@ -35,12 +42,12 @@ def test_every_option_takes_a_forward_that_reads_numbers(option: Any) -> None:
 
 def test_a_plan_of_another_number_of_steps_is_refused_at_the_forward() -> None:
     model = zoo.checkpoint(Reader(), zoo.Plan((0,)))
-    with pytest.raises(zoo.PlanError, match="the plan covers 1 steps but the chain has 27"):
+    with pytest.raises(zoo.PlanError, match="the plan covers 1 steps but the model has 23"):
         model(images())
 
 
 def test_more_segments_than_blocks_are_refused_as_by_a_chain() -> None:
-    refused = "checkpoint=99 asks for 99 segments; this chain has {} blocks, so choose 1 to {}"
+    refused = "checkpoint=99 asks for 99 segments; this model has {} blocks, so choose 1 to {}"
     model = zoo.checkpoint(Net(), 99)
     for _ in range(2):
         with pytest.raises(zoo.ArgumentError, match=refused.format(6, 6)):
@@ -149,16 +156,133 @@ def test_a_refusal_names_the_optimizer_that_is_assumed_and_how_to_plan_for_anoth
     model, x = nn.Sequential(*(nn.Linear(200, 200) for _ in range(10))), torch.rand(1, 200)
     report = zoo.plan(model, x, memory_budget=1.0, optimizer=torch.optim.SGD)
     zoo.checkpoint(model, memory_budget=report.predicted_peak)
-    state = r"assumed to be AdamW, with a state of 3\.07 MiB; .* by zoo\.plan\(\.\.\., optimizer="
+    state = r"assumed to be AdamW, with a state of 3\.07 MiB: pass optimizer= to zoo\.checkpoint"
     with pytest.raises(zoo.BudgetError, match=state) as refusal:
         model(x)
     assert refusal.value.budget == report.predicted_peak < refusal.value.least
     zoo.checkpoint(model, report)(x).sum().backward()
+    zoo.checkpoint(model, memory_budget=report.predicted_peak, optimizer=torch.optim.SGD)
+    model(x).sum().backward()
     zoo.checkpoint(model, memory_budget=1000)
     zoo.optimizer_in_backward(model, torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(zoo.BudgetError) as refusal:
         model(x)
     assert "AdamW" not in str(refusal.value)
+
+
+def test_an_optimizer_that_is_assumed_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Assuming(Net):
+        pass
+
+    given: Any = {"memory_budget": "1GiB", "inputs": images()}
+    zoo.checkpoint(Assuming(), **given, optimizer="adamw")
+    zoo.checkpoint(Assuming(), max_overhead=0.5, inputs=images())
+    assert not caplog.records
+    for _ in range(2):
+        zoo.checkpoint(Assuming(), **given)
+    (record,) = caplog.records
+    assert "budget of Assuming: the optimizer is assumed to be AdamW" in record.getMessage()
+
+
+def half(outputs: Tensor) -> Tensor:
+    return outputs.exp().sum() / 2
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"optimizer": "none"},
+        {"optimizer": functools.partial(torch.optim.SGD, lr=1, momentum=0.9)},
+        {"optimizer": "of the model"},
+        {"optimizer": "adam", "loss": half},
+        {"optimizer": "sgd", "accumulates": True},
+        {"optimizer": "sgd", "holds_outputs": False},
+    ],
+)
+def test_a_budget_counts_what_zoo_plan_counts(given: dict[str, Any]) -> None:
+    model, x = nn.Sequential(*(nn.Linear(200, 200) for _ in range(3))), torch.rand(600, 200)
+    if given["optimizer"] == "of the model":
+        given = {"optimizer": torch.optim.Adam([*model[0].parameters()])}
+    least = zoo.plan(model, x, memory_budget=1.0, **given).least_peak
+    zoo.checkpoint(model, memory_budget=least, inputs=x, **given)
+    zoo.checkpoint(model, memory_budget=least - 1, **given)
+    with pytest.raises(zoo.BudgetError, match="needs at least") as refusal:
+        model(x)
+    assert refusal.value.least == least
+
+
+def test_a_loss_is_asked_for_each_new_size() -> None:
+    targets = torch.zeros(600, dtype=torch.long)
+    model, x = nn.Linear(200, 200), torch.rand(600, 200)
+    given: Any = {"memory_budget": "1GiB", "optimizer": "sgd"}
+    zoo.checkpoint(model, loss=lambda found: F.cross_entropy(found, targets), **given)
+    with pytest.raises(zoo.ArgumentError, match=r"loss=<lambda> fails.*makes targets of the size"):
+        model(x[:5])
+    F.cross_entropy(model(x), targets).backward()
+    # a training that has begun goes on
+    model(torch.rand(700, 200)).sum().backward()
+
+
+def test_an_optimizer_is_counted_without_its_state_and_copied_with_the_model() -> None:
+    model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(3)))
+    optimizer = torch.optim.Adam(model.parameters())
+    zoo.checkpoint(model, memory_budget="1GiB", optimizer=optimizer, loss=half)
+    half(model(torch.rand(5, 20))).backward()
+    optimizer.step()
+    state = weakref.ref(optimizer.state[model[0].weight]["exp_avg"])
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    del optimizer
+    gc.collect()
+    assert state() is None
+    for other in copies:
+        option = option_of(other)
+        assert option is not None
+        assert option.step.optimizer.param_groups[0]["params"][0] is other[0].weight  # type: ignore[union-attr]
+        half(other(torch.rand(5, 20))).backward()
+
+
+@pytest.mark.parametrize("through_report", [True, False])
+@pytest.mark.parametrize("holds", [True, False])
+def test_outputs_that_a_variable_holds_are_said_to_be_left_out(
+    holds: bool, through_report: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 600)), torch.rand(500, 20)
+    given: Any = {"memory_budget": "1GiB", "loss": half, "optimizer": "sgd"}
+    if through_report:
+        zoo.checkpoint(model, zoo.PlanReport.from_json(zoo.plan(model, x, **given).to_json()))
+    else:
+        zoo.checkpoint(model, **given)
+    for _ in range(2):
+        if holds:
+            outputs = model(x)
+            half(outputs).backward()
+        else:
+            half(model(x)).backward()
+    told = [record.getMessage() for record in caplog.records]
+    text = r"Sequential returned is held by a variable in the backward \(1\.14 MiB\)"
+    assert len(told) == holds
+    assert all(re.search(text, message) for message in told)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"accumulates": True}, "say what a budget counts; got checkpoint=True, which has none"),
+        ({"checkpoint": "sqrt", "loss": half}, "got checkpoint='sqrt'"),
+        ({"memory_budget": "1GiB", "loss": 3}, "loss= is a function of what the model returns"),
+        ({"memory_budget": "1GiB", "optimizer": "adamx"}, "optimizer='adamx' is no optimizer"),
+        (
+            {"memory_budget": "1GiB", "optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))])},
+            "holds 1 parameter that this model does not train",
+        ),
+    ],
+)
+def test_a_wrong_step_is_refused_and_changes_nothing(given: Any, message: str) -> None:
+    model = zoo.checkpoint(Net(), "sqrt")
+    before = {module: dict(vars(module)) for module in model.modules()}
+    with pytest.raises(zoo.ArgumentError, match=re.escape(message)):
+        zoo.checkpoint(model, **given)
+    assert {module: dict(vars(module)) for module in model.modules()} == before
 
 
 def test_a_refused_call_leaves_the_plan_that_was_in_force() -> None:
@@ -169,20 +293,15 @@ def test_a_refused_call_leaves_the_plan_that_was_in_force() -> None:
     assert {module: dict(vars(module)) for module in model.modules()} == before
 
 
-def test_a_chain_is_planned_for_inputs_before_its_first_forward() -> None:
+def test_a_model_is_planned_for_inputs_before_its_first_forward() -> None:
     model = zoo.checkpoint(zoo.resnet18(classes=3), "sqrt", inputs=torch.rand(2, 3, 32, 32))
-    plan = model.plan
+    plan = zoo.plan_of(model)
     assert plan is not None
     model(torch.rand(2, 3, 32, 32)).sum().backward()
-    assert model.plan is plan
+    assert zoo.plan_of(model) is plan
     with pytest.raises(zoo.BudgetError):
         zoo.checkpoint(model, memory_budget="1KiB", inputs=torch.rand(2, 3, 32, 32))
-    assert model.plan is plan
-
-
-def test_a_chain_has_blocks_of_its_own() -> None:
-    with pytest.raises(zoo.ArgumentError, match=r"steps=\['layer1'\] names blocks, and ResNet"):
-        zoo.checkpoint(zoo.resnet18(), steps=["layer1"])
+    assert zoo.plan_of(model) is plan
 
 
 class Lone(nn.Module):
@@ -202,7 +321,7 @@ def test_a_model_without_blocks_is_planned_for(option: Any, steps: Any) -> None:
     plain = Lone()
     model = zoo.checkpoint(copy.deepcopy(plain), option, steps=steps)
     assert_same(train(model, lambda: [torch.rand(2, 4)]), train(plain, lambda: [torch.rand(2, 4)]))
-    assert len(zoo.chain_of(model, torch.rand(2, 4), steps=steps).names) == 4
+    assert len(zoo.steps_of(model, torch.rand(2, 4), steps=steps).names) == 3
 
 
 def test_a_wrong_call_raises_what_it_raises_without() -> None:
@@ -253,8 +372,8 @@ def test_a_forward_that_raises_leaves_training_as_it_is_without(when: int) -> No
 def test_what_is_no_module_is_refused(value: Any) -> None:
     with pytest.raises(zoo.ArgumentError, match=r"needs a torch\.nn\.Module"):
         zoo.checkpoint(value)
-    with pytest.raises(zoo.ArgumentError, match=r"chain_of needs a torch\.nn\.Module"):
-        zoo.chain_of(value, images())
+    with pytest.raises(zoo.ArgumentError, match=r"steps_of needs a torch\.nn\.Module"):
+        zoo.steps_of(value, images())
 
 
 def test_hooks_for_all_modules_act() -> None:
@@ -277,7 +396,7 @@ def test_hooks_for_all_modules_act() -> None:
 
 def test_names_of_steps_must_be_there() -> None:
     with pytest.raises(zoo.ArgumentError, match=r"steps='block\.\*'"):
-        zoo.chain_of(Net(), images(), steps=["block.*"])
-    found = zoo.chain_of(Net(), images(), steps=["blocks.*"])
+        zoo.steps_of(Net(), images(), steps=["block.*"])
+    found = zoo.steps_of(Net(), images(), steps=["blocks.*"])
     assert len(set(found.blocks)) == 6
-    assert zoo.chain_of(Net(), images(), steps="blocks.*") == found
+    assert zoo.steps_of(Net(), images(), steps="blocks.*") == found

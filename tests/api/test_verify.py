@@ -22,16 +22,14 @@ import zoo
 from tests.training import Residuals, assert_same, everything, images
 from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.api.verify import verify, weighted_sum
-from zoo.chain import Chain, Steps
 from zoo.engine.recording import thread
 from zoo.errors import ArgumentError, DeterminismError, InputError, PlanError, VerifyError
 from zoo.models.densenet import DenseNet
 from zoo.optimizer.independence import step_alone
+from zoo.tracing.planned_forward import patched_forward
 from zoo.verification.state_comparison import first_difference, same_bits
-from zoo.verification.verdict import Place
 
 OPTIONS = [True, 2, "sqrt", "blocks", "cheap"]
-ONE_SEGMENT = (tuple(range(9)), 9)
 SOURCES: dict[str, Callable[[], float]] = {
     "entropy": lambda: int.from_bytes(os.urandom(4), "big") / 2**32,
     "clock": lambda: time.perf_counter_ns() % 2**20,
@@ -48,19 +46,37 @@ def _seed() -> None:
 INSIDE: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-class Spoiled(Residuals):
-    """Does something in its step 4, `normalize(1)`, and may do it only inside of a segment."""
+class Call(nn.Module):
+    """Calls a function."""
 
-    def normalize(self, block: int, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        y, x = super().normalize(block, y, x)
-        if block != 1:
-            return y, x
-        if thread.segment is not None:
-            INSIDE.add(self)
-        return self.spoil(y), x
+    def forward(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return function(x)
+
+
+class Spoiled(Residuals):
+    """Does something in its module `spoils`, and may do it only inside of a segment."""
+
+    def __init__(self, rate: float = 0.3) -> None:
+        super().__init__(rate=rate)
+        self.spoils = Call()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 1:
+                if thread.segment is not None:
+                    INSIDE.add(self)
+                x = self.spoils(x, self.spoil)
+        return self.fc(x.mean((2, 3)))
 
     def spoil(self, y: Tensor) -> Tensor:
         return y
+
+
+def one_segment(model: nn.Module) -> zoo.Plan:
+    """Returns a plan that recomputes all of a model but its last step."""
+    last = len(zoo.steps_of(model, images()).names) - 1
+    return zoo.Plan([tuple(range(last)), last])
 
 
 class Scaled(Spoiled):
@@ -73,7 +89,7 @@ class Scaled(Spoiled):
         return y
 
 
-KINDS: dict[str, tuple[Callable[[], Chain], Callable[[], Any]]] = {
+KINDS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "residuals": (Residuals, lambda: images().requires_grad_()),
     "resnet": (
         functools.partial(zoo.resnet18, classes=5, drop_rate=0.2, drop_path_rate=0.2),
@@ -126,7 +142,7 @@ def test_an_optimizer_that_steps_twice_in_the_backward_is_found(
     report = verify(Residuals(), images(), False, optimizer_in_backward=True)
     assert not report.exact
     assert report.first is not None
-    assert (report.first.kind, report.first.name) == ("parameter", "convs.0.weight")
+    assert (report.first.kind, report.first.name) == ("parameter", "blocks.0.conv.weight")
     assert verify(Residuals(), images(), False).exact
 
 
@@ -155,11 +171,12 @@ def test_a_report_says_what_was_compared(checkpoint: Any) -> None:
     ]
     assert report.compared["random state"] >= 2
     assert str(report).startswith(f"exact: Residuals with checkpoint={checkpoint!r}, ")
-    assert "of 10 steps recomputed, is bit for bit its baseline after each of 3" in str(report)
+    assert "of 11 steps recomputed, is bit for bit its baseline after each of 3" in str(report)
 
 
 def test_a_report_is_plain_data() -> None:
-    report = verify(Scaled(rate=0.0), images(), ONE_SEGMENT, steps=1)
+    model = Scaled(rate=0.0)
+    report = verify(model, images(), one_segment(model), steps=1)
     with pytest.raises(dataclasses.FrozenInstanceError, match="exact"):
         report.exact = True  # type: ignore[misc]
     assert pickle.loads(pickle.dumps(report)) == report
@@ -180,36 +197,41 @@ def test_where_nothing_is_recomputed_nothing_is_said_about_it(checkpoint: Any) -
 
 
 def test_a_replay_that_differs_is_found_and_named() -> None:
-    report = verify(Scaled(rate=0.0), images(), ONE_SEGMENT)
+    model = Scaled(rate=0.0)
+    report = verify(model, images(), one_segment(model))
     assert report.exact is False
     assert (report.first.kind, report.first.training_step) == ("parameter gradient", 1)
     assert 0 < report.first.differing <= report.first.elements
     assert 0 < report.first.largest < float("inf")
-    assert (report.first.place.number, report.first.place.name) == (4, "normalize(1)")
-    with pytest.raises(
-        VerifyError, match=r"^not exact: Scaled .* step 4 \(normalize\(1\)\), whose"
-    ):
+    assert report.first.place.name == "spoils"
+    with pytest.raises(VerifyError, match=r"^not exact: Scaled .* of its modules is spoils, whose"):
         report.check()
 
 
 def test_a_kept_step_has_no_replay_to_differ() -> None:
-    verify(Scaled(rate=0.0), images(), ((0, 1, 2, 3), 4, 5, (6, 7, 8), 9)).check()
+    model = Scaled(rate=0.0)
+    names = zoo.steps_of(model, images()).names
+    (spoiled,) = (step for step, name in enumerate(names) if name.startswith("spoils"))
+    kept, last = {spoiled - 1, spoiled, spoiled + 1}, len(names) - 1
+    plan = [*(step if step in kept else (step,) for step in range(last)), last]
+    verify(model, images(), tuple(plan)).check()
 
 
 def test_the_first_bad_step_of_training_is_named() -> None:
     class Late(Scaled):
         age = 0
 
-        def forward(self, *inputs: Tensor | None) -> Any:
+        def forward(self, x: Tensor) -> Tensor:
             self.age += 1
-            return super().forward(*inputs)
+            return super().forward(x)
 
         def spoil(self, y: Tensor) -> Tensor:
-            return super().spoil(y) if self.age == 2 else y
+            return super().spoil(y) if self.age == 2 else y * 1.0
 
-    report = verify(Late(rate=0.0), images(), ONE_SEGMENT)
+    model = Late(rate=0.0)
+    report = verify(model, images(), one_segment(model))
     assert report.first.training_step == 2
-    assert report.first.place.number == 4
+    assert report.first.place.name == "spoils"
 
 
 def test_a_wrong_gradient_is_traced_to_its_step() -> None:
@@ -227,16 +249,28 @@ def test_a_wrong_gradient_is_traced_to_its_step() -> None:
         def spoil(self, y: Tensor) -> Tensor:
             return Doubling.apply(y, 2.0 if self in INSIDE else 1.0)
 
-    report = verify(Unlike(rate=0.0), images(), ONE_SEGMENT, steps=1)
+    model = Unlike(rate=0.0)
+    report = verify(model, images(), one_segment(model), steps=1)
     assert report.first.kind == "parameter gradient"
-    assert report.first.place == Place(3, "convolve(1)", "whose output's gradient differs")
+    assert report.first.place.name == "blocks.1"
+    assert report.first.place.what == "whose output's gradient differs"
 
 
-@pytest.mark.parametrize(("kind", "place"), [("buffer", 0), ("attribute", None)])
-def test_state_that_moves_otherwise_is_named(kind: str, place: int | None) -> None:
+class Tally(nn.Module):
+    """Counts, in front of a block, the steps of training after one in a segment."""
+
+    def __init__(self, block: nn.Module, owner: Any) -> None:
+        super().__init__()
+        self.block, self.owner = block, [owner]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.owner[0].tally += int(self.owner[0] in INSIDE)
+        return self.block(x)
+
+
+@pytest.mark.parametrize(("kind", "place"), [("buffer", "blocks.0"), ("attribute", None)])
+def test_state_that_moves_otherwise_is_named(kind: str, place: str | None) -> None:
     class Tallying(Spoiled):
-        """Counts, in a step that is kept, steps of training with another one in a segment."""
-
         def __init__(self) -> None:
             super().__init__()
             if kind == "buffer":
@@ -244,14 +278,11 @@ def test_state_that_moves_otherwise_is_named(kind: str, place: int | None) -> No
             else:
                 self.tally = 0
 
-        def convolve(self, block: int, x: Tensor) -> tuple[Tensor, Tensor]:
-            if block == 0:
-                self.tally += int(self in INSIDE)
-            return super().convolve(block, x)
+            self.blocks[0] = Tally(self.blocks[0], self)
 
-    report = verify(Tallying(), images(), (0, (1, 2, 3, 4, 5, 6), 7, 8, 9))
-    assert (report.first.kind, report.first.name, report.first.training_step) == (kind, "tally", 2)
-    assert (report.first.place and report.first.place.number) == place
+    report = verify(Tallying(), images(), "blocks")
+    assert (report.first.kind, report.first.name, report.first.training_step) == (kind, "tally", 3)
+    assert (report.first.place and report.first.place.name) == place
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
@@ -263,10 +294,12 @@ def test_a_baseline_that_differs_from_itself_is_not_blamed_on_checkpointing(
         def spoil(self, y: Tensor) -> Tensor:
             return y + source()
 
-    report = verify(Clock(), images(), ONE_SEGMENT, deterministic=is_deterministic)
+    model = Clock()
+    report = verify(model, images(), one_segment(model), deterministic=is_deterministic)
     assert report.exact is None
     assert (report.first.kind, report.first.training_step) == ("output", 1)
-    assert report.first.place == Place(4, "normalize(1)", "whose output differs")
+    assert report.first.place.name == "spoils"
+    assert report.first.place.what == "whose output differs"
     with pytest.raises(
         VerifyError,
         match=r"^the baseline does not repeat its own numbers: two .* first in output after",
@@ -325,7 +358,7 @@ def test_random_modules_count_as_deterministic() -> None:
         def spoil(self, y: Tensor) -> Tensor:
             return y * (random.random() + torch.rand(()))
 
-    assert verify(Jitter(), images(), ((0, 1, 2, 3), *range(4, 10))).exact
+    assert verify(Jitter(), images(), "blocks").exact
 
 
 def snapshot(model: nn.Module) -> Any:
@@ -341,12 +374,12 @@ class Stop(Exception):
 @pytest.mark.parametrize("fault", [None, Stop, KeyboardInterrupt])
 def test_the_arguments_are_left_alone(fault: type[BaseException] | None) -> None:
     model, x = put_in_force(Residuals(), "blocks"), images().requires_grad_()
-    model.norms[0].eval()
-    model.convs[0].weight.requires_grad_(False)
+    model.blocks[0].norm.eval()
+    model.blocks[0].conv.weight.requires_grad_(False)
     model(x).sum().backward()
     torch.manual_seed(3)
     random.seed(3)
-    x_before, gradient, runner = x.detach().clone(), x.grad.clone(), model.runner
+    x_before, gradient, runner = x.detach().clone(), x.grad.clone(), patched_forward(model)
     before, python, other = everything(model), random.getstate(), snapshot(model)
     calls = itertools.count()
 
@@ -365,7 +398,7 @@ def test_the_arguments_are_left_alone(fault: type[BaseException] | None) -> None
     assert_same(everything(model), before)
     assert random.getstate() == python
     assert snapshot(model) == other
-    assert model.runner is runner
+    assert patched_forward(model) is runner
     assert same_bits(x, x_before)
     assert same_bits(x.grad, gradient)
 
@@ -374,7 +407,7 @@ def test_gradients_that_are_none_stay_none() -> None:
     model = Residuals()
     verify(model, images(), steps=1).check()
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert model.plan is None
+    assert zoo.plan_of(model) is None
 
 
 @pytest.mark.parametrize("make", ["adamw", "none"])
@@ -394,9 +427,9 @@ def test_a_loss_that_is_a_method_of_the_model_uses_the_copy() -> None:
     seen: set[bool] = set()
 
     class Own(Residuals):
-        def forward(self, *inputs: Tensor | None) -> Any:
+        def forward(self, x: Tensor) -> Tensor:
             self.has_run = True
-            return super().forward(*inputs)
+            return super().forward(x)
 
         def loss(self, output: Tensor) -> Tensor:
             seen.add(self.has_run)
@@ -420,18 +453,10 @@ def test_inputs_may_come_from_a_function_of_the_step() -> None:
     assert asked == [0, 1, 2]
 
 
-def test_a_chain_inside_keeps_its_plan_and_the_baseline_has_none() -> None:
-    class Outer(Chain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = put_in_force(Scaled(rate=0.0), ONE_SEGMENT)
-
-        def steps(self) -> Steps:
-            return [torch.relu, self.inner, torch.tanh]
-
-    report = verify(Outer(), images(), False, steps=1)
-    assert report.exact is False
-    assert report.first.kind == "parameter gradient"
+def test_plans_inside_of_a_model_are_ignored() -> None:
+    inner = Scaled(rate=0.0)
+    model = nn.Sequential(nn.ReLU(), put_in_force(inner, one_segment(inner)), nn.Tanh())
+    assert verify(model, images(), False, steps=1).exact
 
 
 AROUND: dict[str, Callable[[], Any]] = {
@@ -466,7 +491,8 @@ def test_a_random_stream_that_moves_otherwise_is_named() -> None:
                 y.register_hook(lambda gradient: torch.rand(1) and None)
             return y
 
-    report = verify(Drawing(), images(), ONE_SEGMENT, steps=1)
+    model = Drawing()
+    report = verify(model, images(), one_segment(model), steps=1)
     assert (report.first.kind, report.first.name) == ("random state", "cpu")
 
 
@@ -520,7 +546,7 @@ def test_a_plan_or_an_input_that_does_not_fit_leaves_the_model_alone() -> None:
     model, x, volume = Residuals(), images(), torch.rand(2, 2, 16, 16, 16)
     vnet = zoo.vnet(width=4)
     before = everything(model)
-    with pytest.raises(PlanError, match="the plan covers 3 steps but the chain has 10"):
+    with pytest.raises(PlanError, match="the plan covers 3 steps but the model has 11"):
         verify(model, x, ((0, 1), 2))
     with pytest.raises(InputError, match="vnet was built for 1 channels; got 2"):
         verify(vnet, volume)

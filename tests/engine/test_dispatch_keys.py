@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zoo
-from tests.engine.pitfalls.program import WAYS, Call, Way, assert_exact, compare, rows, state_of
+from tests.training import WAYS, Call, Way, assert_exact, assert_same, rows, state_of
 
 
 @torch.library.custom_op("zoo_tests::product", mutates_args=())
@@ -158,7 +158,7 @@ def test_a_planned_forward_under_autocast_from_its_first_step_on(
             loss.backward()
             losses.append(loss.detach())
         records.append([*losses, *(parameter.grad for parameter in model.parameters())])
-    compare(*records)
+    assert_same(*records)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -173,7 +173,7 @@ def test_a_tracked_step_under_autocast(kind: Callable[[], nn.Module]) -> None:
                 loss = model(x).float().square().mean()
             loss.backward()
         records.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
-    compare(*records)
+    assert_same(*records)
 
 
 def test_a_region_without_autocast_inside_of_one_with_it() -> None:

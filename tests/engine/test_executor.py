@@ -1,4 +1,4 @@
-"""A chain run by any plan trains bit for bit as the plain chain does."""
+"""Steps in segments, nested by any plan, train bit for bit as the plain steps do."""
 
 import copy
 import functools
@@ -15,11 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from tests.engine.kernels import bytes_left
-from tests.engine.pitfalls.program import elsewhere
+from tests.engine.plans import run_plan
 from tests.planner.test_plan import plans
-from tests.training import Residuals, assert_same, everything, images, train
-from zoo.chain import outline
-from zoo.engine.recompute import run_plan
+from tests.training import Residuals, assert_same, elsewhere, everything, images, train
 from zoo.errors import PlanError
 from zoo.layers.drop_path import DropPath
 from zoo.planner.plan import DEEPEST, Plan
@@ -38,12 +36,43 @@ PLANS = [
 def by(plan: str | Plan, model: Any) -> Any:
     """Returns the forward of a chain by a plan."""
     parsed = Plan.parse(plan) if isinstance(plan, str) else plan
-    return lambda *inputs: run_plan(parsed, outline(model.steps_for(*inputs)).steps, inputs)
+    return lambda *inputs: run_plan(parsed, model.steps(), inputs)
 
 
-def residuals() -> Residuals:
+class Steps(Residuals):
+    """The same by its steps."""
+
+    def steps(self) -> list[Any]:
+        body = [
+            step
+            for block in self.blocks
+            for step in (
+                functools.partial(self.convolve, block),
+                functools.partial(self.normalize, block),
+                functools.partial(self.drop_and_add, block),
+            )
+        ]
+        return [*body, self.classify]
+
+    def forward(self, x: Tensor) -> Any:
+        return run_plan(Plan.keep_all(10), self.steps(), (x,))
+
+    def convolve(self, block: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return block.conv(x), x
+
+    def normalize(self, block: Any, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.relu_(block.norm(y)), x
+
+    def drop_and_add(self, block: Any, y: Tensor, x: Tensor) -> Tensor:
+        return block.dropout(y) + x
+
+    def classify(self, x: Tensor) -> Tensor:
+        return self.fc(x.mean((2, 3)))
+
+
+def residuals() -> Steps:
     torch.manual_seed(1)
-    return Residuals()
+    return Steps()
 
 
 def batch() -> list[Tensor]:
@@ -61,7 +90,7 @@ def test_training_is_bitwise_that_of_the_plain_chain(plan: str) -> None:
 def test_the_statistics_move_once(plan: str) -> None:
     model = residuals()
     train(model, batch, steps=1, forward=by(plan, model))
-    assert [int(norm.num_batches_tracked) for norm in model.norms] == [1, 1, 1]
+    assert [int(block.norm.num_batches_tracked) for block in model.blocks] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -76,10 +105,10 @@ def test_buffers_stay_the_same_objects(plan: str) -> None:
 def test_each_step_runs_once(plan: str) -> None:
     calls: list[int] = []
 
-    class Counting(Residuals):
+    class Counting(Steps):
         def steps(self) -> Any:
-            fine = outline(super().steps()).steps
-            return [functools.partial(self.count, number, step) for number, step in enumerate(fine)]
+            steps = enumerate(super().steps())
+            return [functools.partial(self.count, number, step) for number, step in steps]
 
         def count(self, number: int, step: Any, *state: Tensor) -> Any:
             calls.append(number)
@@ -116,7 +145,7 @@ class Varied(nn.Module):
             ]
         )
 
-    def steps_for(self, *_: Tensor) -> Sequence[nn.Module]:
+    def steps(self) -> Sequence[nn.Module]:
         return list(self.layers)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -147,8 +176,8 @@ def test_random_plans_are_exact(plan: Plan, frozen: bool, eval_mode: bool, grad:
 
     def make() -> Residuals:
         model = residuals().train(not eval_mode)
-        model.convs[0].requires_grad_(not frozen)
-        model.norms[1].weight.requires_grad_(not frozen)
+        model.blocks[0].conv.requires_grad_(not frozen)
+        model.blocks[1].norm.weight.requires_grad_(not frozen)
         return model
 
     def inputs() -> list[Tensor]:
@@ -185,7 +214,7 @@ def test_retained_graphs_accumulation_and_partial_gradients(plan: str) -> None:
         out.sum().backward(retain_graph=True)
         torch.rand(3)
         (out * out).sum().backward(retain_graph=True)
-        partial = torch.autograd.grad(out[:, 0].sum(), [x, model.convs[1].weight])
+        partial = torch.autograd.grad(out[:, 0].sum(), [x, model.blocks[1].conv.weight])
         forward(images()).mean().backward()
         return everything(model) | {"x": x.grad, "0": partial[0], "1": partial[1]}
 
@@ -235,17 +264,17 @@ class Interrupt(BaseException):
 def test_an_interrupt_anywhere_leaves_everything_as_a_baseline_would(plan: str) -> None:
     """Counts calls and gradients on their way, and raises at each in turn."""
 
-    class Faulty(Residuals):
+    class Faulty(Steps):
         left = -1
 
-        def convolve(self, block: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        def convolve(self, block: Any, x: Tensor) -> tuple[Tensor, Tensor]:
             self.tick()
             y, x = super().convolve(block, x)
             y.register_hook(self.tick)
             return y, x
 
-        def drop_and_add(self, y: Tensor, x: Tensor) -> Tensor:
-            result = super().drop_and_add(y, x)
+        def drop_and_add(self, block: Any, y: Tensor, x: Tensor) -> Tensor:
+            result = super().drop_and_add(block, y, x)
             self.tick()
             return result
 
@@ -273,11 +302,12 @@ def test_an_interrupt_anywhere_leaves_everything_as_a_baseline_would(plan: str) 
         if output is not None:  # the fault came in the backward: statistics and RNG stay
             now = everything(model)
             for name, value in after_forward.items():
-                assert torch.equal(now[name], value), name
-        model.left = -1
+                if name.startswith(("buffer", "random state")):
+                    assert_same(now[name], value, name)
+        del model.left
         model.zero_grad()
         torch.manual_seed(0)
-        expected_model = residuals()
+        expected_model = Faulty()
         expected_model.load_state_dict(model.state_dict())
         expected = train(expected_model, batch, steps=1)
         assert_same(train(model, batch, steps=1, forward=by(plan, model)), expected)
@@ -289,8 +319,8 @@ def test_intermediates_are_freed_after_the_forward_and_after_the_backward() -> N
     """Nothing inside a segment, and after the backward nothing but gradients."""
     found: list[StorageWeakRef] = []
 
-    class Watched(Residuals):
-        def normalize(self, block: int, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    class Watched(Steps):
+        def normalize(self, block: Any, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
             found.append(StorageWeakRef(y.untyped_storage()))
             return super().normalize(block, y, x)
 
@@ -319,9 +349,9 @@ def test_intermediates_are_freed_after_the_forward_and_after_the_backward() -> N
 
 
 def test_a_segment_that_ends_with_a_convolution_does_not_convolve_again() -> None:
-    class Pair(Residuals):
+    class Pair(Steps):
         def steps(self) -> Any:
-            return [self.norms[0], self.convs[0]]
+            return [self.blocks[0].norm, self.blocks[0].conv]
 
     def flops(plan: str) -> int:
         model = Pair()
@@ -352,18 +382,23 @@ def one_in_another(steps: int) -> Plan:
 
 
 def test_segments_nest_deeper_than_pythons_stack_is_to_begin_with() -> None:
+    class Sines(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(DEEPEST):
+                x = x.sin()
+            return x
+
     x = torch.linspace(0.1, 0.9, 7, dtype=torch.float64).requires_grad_()
-    steps = [torch.sin] * DEEPEST
-    run_plan(one_in_another(DEEPEST), steps, (x,)).sum().backward()
+    zoo.checkpoint(Sines(), one_in_another(DEEPEST))(x).sum().backward()
     found, x.grad = x.grad, None
-    run_plan(Plan.keep_all(DEEPEST), steps, (x,)).sum().backward()
+    Sines()(x).sum().backward()
     assert torch.equal(found, x.grad)
 
 
 def test_a_plan_for_another_chain_is_refused_before_anything_runs() -> None:
     model, x = residuals(), images()
     before = everything(model)
-    with pytest.raises(PlanError, match="covers 3 steps but the chain has 10"):
+    with pytest.raises(PlanError, match="covers 3 steps but the model has 10"):
         by("(0-2)", model)(x)
     assert_same(everything(model), before)
 
@@ -371,10 +406,10 @@ def test_a_plan_for_another_chain_is_refused_before_anything_runs() -> None:
 def test_a_segment_may_reach_a_buffer_that_another_step_moves() -> None:
     """The code of each step names the list of all convolutions, one of which moves its vectors."""
 
-    def model() -> Residuals:
+    def model() -> Steps:
         torch.manual_seed(0)
-        chain = Residuals()
-        nn.utils.parametrizations.spectral_norm(chain.convs[1])
+        chain = Steps()
+        nn.utils.parametrizations.spectral_norm(chain.blocks[1].conv)
         return chain
 
     expected = train(model(), batch)

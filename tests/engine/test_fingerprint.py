@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import zoo
-from tests.engine.pitfalls.program import Call, assert_exact
+from tests.training import Call, assert_exact
 from zoo.engine.operands import (
     fill,
     fingerprint,

@@ -20,16 +20,7 @@ from torch.autograd import grad
 
 import zoo
 from tests.engine.kernels import replayed
-from tests.engine.pitfalls.program import (
-    Call,
-    Forward,
-    assert_exact,
-    elsewhere,
-    gradients,
-    net,
-    plain,
-    rows,
-)
+from tests.training import Call, Forward, assert_exact, elsewhere, gradients, net, plain, rows
 from zoo.errors import RecomputeError
 from zoo.profiling.peak_memory import trace
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from tests.engine.pitfalls.program import compare, frozen
+from tests.training import assert_same, frozen
 from zoo._torch import count_dispatch_modes, excluded_keys, included_keys, top_saved_tensors_hooks
 from zoo.engine.devices import read_streams
 from zoo.engine.kernel_settings import read_settings
@@ -141,5 +141,5 @@ def test_an_interrupt_at_any_line_is_undone(make: Callable[[], nn.Module]) -> No
         assert state_of_thread() == before, interrupt.places[-1]
         # a whole step takes long
         if number % 20 == 0:
-            compare(frozen(step()), expected)
-    compare(frozen(step()), expected)
+            assert_same(frozen(step()), expected)
+    assert_same(frozen(step()), expected)

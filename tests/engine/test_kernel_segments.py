@@ -4,6 +4,7 @@ import random
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import zoo
 from tests.engine.kernels import Made, replayed
-from tests.engine.pitfalls.program import compare, frozen, gradients, plain, state_of
+from tests.training import assert_same, frozen, gradients, plain, state_of
 from zoo.engine import kernel_segments
 from zoo.engine.kernel_segments import Conductor, Script, conducts
 from zoo.engine.recording import thread
@@ -76,7 +77,7 @@ def test_a_cut_before_any_kernel_is_exact() -> None:
     rows = torch.randn(5, 6, requires_grad=True)
     for start in range(1, place_of(lambda: mixed()(rows), "sum", -1)):
         script = script_of(lambda: mixed()(rows), [start], [(0,), (1,)])
-        compare(outcome(mixed(), [script]), expected, f"cut at {start}")
+        assert_same(outcome(mixed(), [script]), expected, f"cut at {start}")
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -90,7 +91,28 @@ def test_random_cuts_and_plans_are_exact(seed: int) -> None:
     last = place_of(lambda: mixed()(rows), "sum", -1)
     starts = sorted(draw.sample(range(1, last), 3))
     script = script_of(lambda: mixed()(rows), starts, plan)
-    compare(outcome(mixed(), [script]), outcome(mixed(), []))
+    assert_same(outcome(mixed(), [script]), outcome(mixed(), []))
+
+
+def test_a_forward_that_outgrows_its_script_at_any_kernel_is_exact() -> None:
+    rows = torch.randn(5, 6, requires_grad=True)
+    script = script_of(lambda: mixed()(rows), [3, 6], [(0, 1), (2,)])
+    limited = replace(script, sizes=[1 << 20] * len(script.operators), room=1.0)
+    with Conductor([limited]) as conductor:
+        mixed()(rows)
+    assert not conductor.outgrown
+    sizes = [max(1, conductor.sizes[place]) for place in range(len(script.operators))]
+    expected = outcome(mixed(), [])
+    for place in [place for place, size in enumerate(sizes[:-1]) if size >= 64]:
+        # one that has room for this kernel serves instead, if there is one
+        small = replace(limited, sizes=[*sizes[:place], 1, *sizes[place + 1 :]])
+        large = replace(limited, sizes=sizes, plan=Plan([0, (1, 2)]))
+        for scripts in ([small], [small, large]):
+            assert_same(outcome(mixed(), scripts), expected, f"outgrown at {place}")
+            with Conductor(scripts) as conductor:
+                mixed()(rows)
+            assert conductor.script is scripts[-1]
+            assert conductor.outgrown is conductor.lost is (len(scripts) == 1)
 
 
 def test_nested_ranges_are_replayed_within_each_other() -> None:
@@ -143,7 +165,7 @@ def test_a_kernel_that_is_not_the_scripts_ends_its_plan() -> None:
     # where no block is under way, what follows is kept; cos, which strayed, found exp's result kept
     assert replayed(y.sum().backward) == {"exp": 1, "sin": 1}
     expected = torch.autograd.grad(x.sin().exp().cos().sin().sum(), x)
-    compare(frozen([x.grad]), frozen(list(expected)))
+    assert_same(frozen([x.grad]), frozen(list(expected)))
 
 
 def test_another_script_of_the_same_beginning_goes_on() -> None:
@@ -157,7 +179,7 @@ def test_another_script_of_the_same_beginning_goes_on() -> None:
         assert conductor.script is scripts[ways.index(way)]
         # the second part is a segment in both ways
         assert replayed(y.sum().backward)["sin"] == 2
-        compare(frozen(list(torch.autograd.grad(way().sum(), x))), frozen([x.grad]))
+        assert_same(frozen(list(torch.autograd.grad(way().sum(), x))), frozen([x.grad]))
         x.grad = None
 
 
@@ -199,7 +221,7 @@ def test_after_a_stray_each_block_is_a_segment_until_a_known_one(sigmoids: int) 
     x.grad = None
     y = model(x)
     y.sum().backward()
-    compare(found, frozen([y, x.grad]))
+    assert_same(found, frozen([y, x.grad]))
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -253,7 +275,7 @@ def test_a_cut_anywhere_in_a_backward_inside_of_a_forward_is_exact(create: bool)
             y = forward()
         assert not conductor.lost
         assert conductor.path == (1,), f"cut at {start}"
-        compare(
+        assert_same(
             frozen(list(torch.autograd.grad(y.sum(), x))), frozen([expected]), f"cut at {start}"
         )
 
@@ -271,7 +293,7 @@ def test_a_segment_of_the_model_is_none_where_a_plan_is_in_force() -> None:
     assert replayed(y.sum().backward) == {"exp": 1, "tanh": 1, "sigmoid": 1}
     found, x.grad = x.grad, None
     forward(plain).sum().backward()
-    compare(frozen([found]), frozen([x.grad]))
+    assert_same(frozen([found]), frozen([x.grad]))
 
 
 @pytest.mark.parametrize("plan", [[0, 1], [(0,), 1]])
@@ -307,7 +329,7 @@ def test_statistics_that_the_plan_keeps_to_move_are_read_as_they_were() -> None:
         return frozen([output, layer.weight.grad, norm.running_mean])
 
     place = place_of(forward, ".*_batch_norm")
-    compare(trained([script_of(forward, [place], [(0,), 1])]), trained(None))
+    assert_same(trained([script_of(forward, [place], [(0,), 1])]), trained(None))
 
 
 def test_where_a_forward_is_not_cut() -> None:
@@ -342,7 +364,7 @@ def test_gradients_of_a_cut_model_with_blocks_that_share_parameters() -> None:
             y.square().sum().backward()
             optimizer.step()
         runs.append([frozen(y), gradients(layer), state_of(layer)])
-    compare(*runs)
+    assert_same(*runs)
 
 
 @pytest.mark.parametrize("part", ["prune", "Segment"])

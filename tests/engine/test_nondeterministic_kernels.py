@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
 from tests.engine.kernels import replayed
-from tests.engine.pitfalls.program import Call, assert_exact
+from tests.training import Call, assert_exact
 from zoo._torch import FakeTensorMode
 from zoo.engine.nondeterministic_kernels import (
     GRAIN,

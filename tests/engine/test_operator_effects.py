@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zoo
-from tests.engine.pitfalls.program import Call, compare as assert_equal, outcome, plain
+from tests.training import Call, assert_same as assert_equal, outcome, plain
 from zoo._torch import scoped_library
 from zoo.engine.operator_effects import effects_of
 

@@ -15,21 +15,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zoo
 from tests.engine.kernels import Made, bytes_left
-from tests.engine.pitfalls.program import (
+from tests.training import (
     WAYS,
     Call,
     Way,
     assert_exact,
-    compare,
+    assert_same,
     gradients,
-    images,
     module,
     net,
     outcome,
+    pictures,
     plain,
     rows,
     state_of,
-    train,
+    train_by,
 )
 from zoo.engine import recording
 from zoo.engine.operator_effects import UNDECLARED, effects_of
@@ -294,8 +294,8 @@ CELLS: list[tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] = [
         torch.randint(1, 5, (2, 3)), torch.tensor([9, 7]), torch.tensor([3, 2])]),
     (lambda: nn.MultiheadAttention(4, 2, dropout=0.2), lambda: rows() * 3),
     (lambda: nn.AdaptiveLogSoftmaxWithLoss(4, 9, [3, 6], 1.0), lambda: [*rows(), torch.arange(6)]),
-    (lambda: nn.FractionalMaxPool2d(2, output_size=3), images),
-    (lambda: nn.MaxPool2d(2, return_indices=True), images),
+    (lambda: nn.FractionalMaxPool2d(2, output_size=3), pictures),
+    (lambda: nn.MaxPool2d(2, return_indices=True), pictures),
 ]  # fmt: skip
 
 
@@ -412,7 +412,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] = 
             nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(True), nn.Dropout(0.3),
             nn.Conv2d(4, 2, 1), nn.GELU(),
         ),
-        images,
+        pictures,
     ),
     "encoder": (lambda: nn.TransformerEncoderLayer(4, 2, 8), rows),
     "recurrent": (lambda: nn.LSTM(4, 3, 2, dropout=0.2), rows),
@@ -662,7 +662,7 @@ def test_small_buffers_written_between_forwards(order: list[int]) -> None:
 def test_a_big_buffer_written_between_forwards_is_refused() -> None:
     """It is not copied for what may come; where each forward has its backward, it is exact."""
     model = Iterated(30_000)
-    assert_exact(lambda call: train(call, Iterated(30_000), rows, module, 3))
+    assert_exact(lambda call: train_by(call, Iterated(30_000), rows, module, 3))
     first, second = (zoo.recompute(model, *rows()).sum() for _ in range(2))
     second.backward()
     model.zero_grad()
@@ -721,6 +721,6 @@ def test_a_compiled_block_stays_compiled() -> None:
     runs: list[str] = []
     expected = outcome(program, plain)
     found = outcome(program, zoo.recompute)
-    compare(found, expected)
+    assert_same(found, expected)
     assert runs == ["forward", "backward"] * 3
     torch._dynamo.reset()

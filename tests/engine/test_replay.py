@@ -14,19 +14,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
 from tests.engine.kernels import replayed
-from tests.engine.pitfalls.program import (
+from tests.training import (
     Call,
     assert_exact,
-    compare,
+    assert_same,
     elsewhere,
     frozen,
-    images,
+    generator,
     net,
+    pictures,
     plain,
     rows,
     state_of,
 )
-from tests.training import generator
 from zoo.engine.kernel_settings import read_settings
 from zoo.engine.recording import thread as of_engine
 from zoo.profiling.peak_memory import trace
@@ -49,7 +49,7 @@ def test_each_kernel_is_replayed_once() -> None:
 
 def test_the_last_convolution_is_not_replayed() -> None:
     model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))
-    assert after(model, *images())["convolution"] == 1
+    assert after(model, *pictures())["convolution"] == 1
 
 
 def test_a_linear_layer_at_the_end_is_not_replayed() -> None:
@@ -98,7 +98,7 @@ def test_statistics_counters_and_metrics_are_not_replayed() -> None:
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_a_norm_is_replayed_without_its_counter(momentum: float | None) -> None:
     model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, momentum=momentum), nn.ReLU())
-    found = after(model, *images())
+    found = after(model, *pictures())
     # the norm's kernel has other names where cuDNN or MIOpen has one
     (norm,) = (count for name, count in found.items() if name.endswith("batch_norm"))
     assert found["convolution"] == norm == found["relu"] == 1
@@ -358,7 +358,7 @@ def test_settings_are_those_of_each_kernel(change: Callable[[], None], where: st
 
     def program(call: Call) -> Any:
         model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Tanh(), nn.Conv2d(8, 4, 3), nn.Tanh())
-        (x,) = images()
+        (x,) = pictures()
 
         def function(x: Tensor) -> Tensor:
             y = (model[:2](x) * torch.linspace(0, 1, 3)).tanh()
@@ -523,4 +523,4 @@ def test_forwards_and_backwards_in_many_threads() -> None:
             thread.join()
         return [frozen(state_of(model)) for model in models]
 
-    compare(gradients(zoo.recompute, True), gradients(plain, False))
+    assert_same(gradients(zoo.recompute, True), gradients(plain, False))

@@ -13,12 +13,12 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved
 
 import zoo
 from tests.engine.kernels import Made, replayed
-from tests.engine.pitfalls.program import (
+from tests.training import (
     WAYS,
     Call,
     Way,
     assert_exact,
-    compare,
+    assert_same,
     frozen,
     nested,
     net,
@@ -154,7 +154,7 @@ def test_tensors_written_after_they_were_saved_are_refused_as_without(
     torch.manual_seed(0)
     *found, own = refused(zoo.recompute, function, depth)
     assert (kind, own) == (RuntimeError, zoo.RecomputeError)
-    compare(frozen(found), frozen(expected))
+    assert_same(frozen(found), frozen(expected))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -393,7 +393,7 @@ def test_a_look_at_saved_tensors() -> None:
             _ = product._saved_other
         return frozen([*found, x.grad])
 
-    compare(looked(zoo.recompute), looked(plain))
+    assert_same(looked(zoo.recompute), looked(plain))
 
 
 def test_a_graph_that_others_hold_gives_all_its_tensors() -> None:
@@ -503,8 +503,8 @@ def test_a_program_of_all_of_them_ends_where_it_did() -> None:
         return x.grad, state_of(model)
 
     first = outcome(program, zoo.recompute)
-    compare(outcome(program, zoo.recompute), first)
-    compare(first, outcome(program, plain))
+    assert_same(outcome(program, zoo.recompute), first)
+    assert_same(first, outcome(program, plain))
 
 
 def other_numbers(x: Tensor, w: Tensor) -> Tensor:
@@ -568,7 +568,7 @@ def test_a_tensor_that_gets_other_memory_by_data_has_its_numbers(function: Any, 
         out = out if isinstance(out, tuple) else (out,)
         sum(part.square().sum() for part in out).backward()
         found.append(frozen([*out, x.grad, w.grad]))
-    compare(*found)
+    assert_same(*found)
 
 
 def row_view(x: Tensor) -> Tensor:
@@ -600,7 +600,7 @@ def test_a_view_whose_base_was_written_gets_no_new_history(view: Any) -> None:
         order = later.grad_fn._sequence_nr() - v.grad_fn._sequence_nr() if view is row_view else 0
         return x.grad, order, saved
 
-    compare(outcome(program, zoo.recompute), outcome(program, plain))
+    assert_same(outcome(program, zoo.recompute), outcome(program, plain))
 
 
 @pytest.mark.parametrize("affine", [False, True])
@@ -614,4 +614,4 @@ def test_a_norm_of_half_precision_with_whole_statistics(affine: bool) -> None:
         y = call(lambda x, norm=norm: norm(x.bfloat16()).sin(), x)
         y.float().square().sum().backward()
         found.append(frozen([y, x.grad, *norm.buffers()]))
-    compare(*found)
+    assert_same(*found)

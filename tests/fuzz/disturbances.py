@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from tests.engine.pitfalls import test_dropped_graphs as graphs
-from tests.engine.pitfalls.program import plain
 from tests.engine.test_interrupts import Interrupt, state_of_thread
+from tests.training import plain
 
 FATES: dict[str, Callable[..., list[Any]]] = {
     "dropped": graphs.dropped,

@@ -21,7 +21,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.engine.pitfalls.program import elsewhere
+from tests.training import elsewhere
 
 ROWS, WIDTH = 4, 6
 

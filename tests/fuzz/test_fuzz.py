@@ -3,13 +3,15 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.fuzz.chains import Description, check, descriptions
-from tests.fuzz.foreign import Foreign, check_foreign, foreign
+from tests.fuzz.layers import Description, check, descriptions
+from tests.fuzz.programs import Program, check_program, programs
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(descriptions())
-def test_a_random_chain_by_a_random_plan_trains_as_without(description: Description) -> None:
+def test_random_layers_by_a_random_plan_train_as_without(
+    description: Description,
+) -> None:
     check(description)
 
 
@@ -21,6 +23,6 @@ def test_a_random_chain_by_a_random_plan_trains_as_without(description: Descript
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-@given(foreign())
-def test_a_random_module_by_a_random_plan_trains_as_without(description: Foreign) -> None:
-    check_foreign(description)
+@given(programs())
+def test_a_random_program_by_a_random_plan_trains_as_without(description: Program) -> None:
+    check_program(description)

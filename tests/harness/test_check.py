@@ -36,8 +36,8 @@ def test_shipped_models_pass():
         (LSTM, {"arguments": {"hidden": 0}}, "needs hidden of at least 1; got 0"),
         (RESNET, {"arguments": {"classes": "ten"}}, "classes"),
         (RESNET, {"arguments": {"in_channels": 1}}, "ResNet"),
-        (RESNET, {"checkpoint": 1000}, "1000 segments; this chain has 10 blocks"),
-        (RESNET, {"checkpoint": "(0-9) 10"}, "the plan covers 11 steps but the chain has"),
+        (RESNET, {"checkpoint": 1000}, "1000 segments; this model has 10 blocks"),
+        (RESNET, {"checkpoint": "(0-9) 10"}, "the plan covers 11 steps but the model has"),
     ],
 )
 def test_a_value_that_no_cell_can_run_with_is_found(model, changes, message):

@@ -53,15 +53,15 @@ def test_a_summary_is_a_part_of_the_timeline_with_its_peaks() -> None:
 
 def test_a_point_has_the_place_of_the_latest_allocation() -> None:
     lives = [
-        Allocation(9, 0, 5, "parameters", step="none", line="before.py:1"),
-        Allocation(1, 2, 6, "temporaries", step="b", module="b.norm", line="net.py:2"),
-        Allocation(1, 1, 4, "saved activations", step="a", module="a.conv", line="net.py:1"),
-        Allocation(1, 3, None, "temporaries", step="a", module="a.conv", line="net.py:1"),
+        Allocation(9, 0, 5, "parameters", line="before.py:1"),
+        Allocation(1, 2, 6, "temporaries", module="b.norm", line="net.py:2"),
+        Allocation(1, 1, 4, "saved activations", module="a.conv", line="net.py:1"),
+        Allocation(1, 3, None, "temporaries", module="a.conv", line="net.py:1"),
     ]
     places = Timeline("Net", "cpu", 6, allocations=lives).summary()["places"]
     told = [places["names"][number] for number in places["at"]]
-    first, second = ["a", "a.conv", "net.py:1"], ["b", "b.norm", "net.py:2"]
-    assert told == [["", "", ""], first, second, *[first] * 4]
+    first, second = ["a.conv", "net.py:1"], ["b.norm", "net.py:2"]
+    assert told == [["", ""], first, second, *[first] * 4]
     assert len(places["names"]) == 3
 
 
@@ -94,7 +94,7 @@ def test_the_chain_is_that_of_the_plan_and_the_frontier_that_of_the_model(
     records: dict[str, Any],
 ) -> None:
     baseline, plan = records["baseline"], Plan.parse(records["checkpointed"]["plan"])
-    chain, frontier = baseline["chain"], baseline["frontier"]
+    chain, frontier = baseline["steps"], baseline["frontier"]
     assert "frontier" not in records["checkpointed"]
     assert len(plan.flatten()) == len(chain["names"]) == len(chain["saved"]) == len(chain["blocks"])
     numbers = [number for steps in chain["lines"].values() for number in steps]
@@ -103,9 +103,8 @@ def test_the_chain_is_that_of_the_plan_and_the_frontier_that_of_the_model(
     assert not any(size for step, size in enumerate(chain["saved"]) if step not in numbers)
     assert all(line.startswith(("zoo/models/", "zoo/layers/")) for line in chain["lines"])
     places = baseline["timeline"]["places"]["names"]
-    assert {line[:4] for _, _, line in places} == {"", "zoo/"}
-    assert {step for step, _, _ in places} <= {"", *chain["names"]}
-    assert {module for _, module, _ in places} >= {"layers.0", "layers.1"}
+    assert {line[:4] for _, line in places} == {"", "zoo/"}
+    assert {module for module, _ in places} >= {"layers.0", "layers.1"}
     peaks, times = zip(*frontier["optimal"], strict=True)
     assert list(peaks) == sorted(peaks)
     assert list(times) == sorted(times, reverse=True)
@@ -117,12 +116,12 @@ def test_without_a_frontier_no_kernel_is_timed(
     records: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "zoo.profiling.chain_profile.measure_kernels", lambda *_: pytest.fail("it was run")
+        "zoo.profiling.log_profile.measure_kernels", lambda *_: pytest.fail("it was run")
     )
-    found, timed = work(CELLS["baseline"]), records["baseline"]["chain"]
-    assert [*found["chain"]["names"]] == timed["names"]
+    found, timed = work(CELLS["baseline"]), records["baseline"]["steps"]
+    assert [*found["steps"]["names"]] == timed["names"]
     # what kernels hide is seen by running them only
-    assert all(map(int.__le__, found["chain"]["saved"], timed["saved"]))
+    assert all(map(int.__le__, found["steps"]["saved"], timed["saved"]))
     assert "frontier" not in found
     assert not found["missing"]
 
@@ -136,6 +135,6 @@ def test_what_cannot_be_drawn_is_said_and_costs_no_number(
     monkeypatch.setattr(Timeline, "summary", broken)
     monkeypatch.setattr(worker, "planner_for", broken)
     record = work(CELLS["baseline"])
-    assert record["missing"] == dict.fromkeys(("timeline", "chain"), "RuntimeError: no such thing")
+    assert record["missing"] == dict.fromkeys(("timeline", "steps"), "RuntimeError: no such thing")
     for name in ("digests", "memory", "plan"):
         assert record[name] == records["baseline"][name]

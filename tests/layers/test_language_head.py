@@ -8,10 +8,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zoo.chain import fold, outline
 from zoo.errors import InputError
 from zoo.layers.checks import check_tokens
-from zoo.layers.language_head import Head, choose_chunk_tokens, cross_entropy
+from zoo.layers.language_head import ChunkedLoss, Head, choose_chunk_tokens, cross_entropy
 
 WIDTH, VOCABULARY = 6, 50
 
@@ -26,17 +25,15 @@ def example(dtype=torch.float32):
     return decoder, hidden, targets
 
 
-def steps_of(chunk_tokens, decoder=None):
-    """The steps of a plain head."""
+def chunked(decoder, hidden, targets, chunk_tokens, total=None):
+    """The mean loss of a plain head."""
 
     def loss(hidden, targets):
         return cross_entropy(decoder(hidden), targets)
 
-    return outline(Head(loss, chunk_tokens).steps(40))
-
-
-def chunked(decoder, hidden, targets, chunk_tokens):
-    return fold(steps_of(chunk_tokens, decoder).steps, (hidden, targets))
+    total = hidden.new_zeros(()) if total is None else total
+    added = ChunkedLoss()(total, Head(loss, chunk_tokens), hidden, targets)
+    return added / (targets != -100).sum()
 
 
 def whole(decoder, hidden, targets):
@@ -74,20 +71,25 @@ def test_ignored_targets_change_nothing():
     assert math.isnan(nothing.detach())
 
 
-def test_carried_tensors_are_handed_on_untouched():
+def test_losses_are_added_to_the_total_one_chunk_after_the_other():
     decoder, hidden, targets = example()
-    first, second = torch.randn(3), torch.randn(2)
-    loss, *carried = fold(steps_of(16, decoder).steps, (hidden, targets, first, second))
-    assert carried[0] is first
-    assert carried[1] is second
-    assert torch.equal(loss, chunked(decoder, hidden, targets, 16))
+    parts = zip(hidden.flatten(0, 1).split(16), targets.flatten().split(16), strict=True)
+    total = torch.tensor(0.3)
+    expected = total
+    for part, wanted in parts:
+        expected = expected + cross_entropy(decoder(part), wanted)
+    found = chunked(decoder, hidden, targets, 16, total)
+    assert torch.equal(found, expected / (targets != -100).sum())
 
 
-def test_each_chunk_is_a_step():
-    found = steps_of(16)
-    names = [step.__name__ for step in found.steps]
-    assert names == ["split", "add_loss", "add_loss", "add_loss", "mean"]
-    assert found.blocks == (0, 1, 2, 3, 4)
+def test_each_chunk_is_a_call_of_a_module():
+    decoder, hidden, targets = example()
+    head, sizes = ChunkedLoss(), []
+    head.chunk.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[-1])))
+    for chunk_tokens in (16, None):
+        made = Head(lambda x, wanted: cross_entropy(decoder(x), wanted), chunk_tokens)
+        head(torch.zeros(()), made, hidden, targets)
+    assert sizes == [16, 16, 8, 40]
 
 
 class Largest(TorchDispatchMode):
@@ -129,14 +131,11 @@ def test_half_precision_is_summed_in_float32():
     torch.testing.assert_close(loss.double(), reference, rtol=1e-6, atol=0)
 
 
-def test_no_step_writes_its_inputs():
-    decoder, hidden, targets = example()
-    state = (hidden, targets)
-    for step in steps_of(16, decoder).steps:
-        before = [tensor.detach().clone() for tensor in state]
-        value = step(*state)
-        assert all(map(torch.equal, before, state))
-        state = value if isinstance(value, tuple) else (value,)
+def test_writes_no_input():
+    inputs = example()[1:]
+    before = [tensor.detach().clone() for tensor in inputs]
+    chunked(example()[0], *inputs, 16)
+    assert all(map(torch.equal, before, inputs))
 
 
 def test_targets_that_do_not_fit_the_tokens_are_refused():

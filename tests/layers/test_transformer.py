@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zoo.chain import Chain, outline
+import zoo
 from zoo.errors import ArgumentError
 from zoo.layers.transformer import TransformerBlock
 
@@ -67,36 +67,33 @@ def test_causal_tokens_do_not_see_later_ones(causal):
     assert not torch.equal(block(x)[:, 5:], block(changed)[:, 5:])
 
 
-class Scaled(Chain):
-    """A user's chain: a scale in the state stays behind the tokens until it is used."""
+class Scaled(nn.Module):
+    """A user's model of two blocks."""
 
     def __init__(self):
         super().__init__()
         self.blocks = nn.Sequential(TransformerBlock(16, 2), TransformerBlock(16, 4))
         self.head = nn.Linear(16, 3)
 
-    def steps(self):
-        return [*self.blocks, self.scale, self.head]
-
-    def scale(self, x, scale):
-        return x * scale
+    def forward(self, x, scale):
+        return self.head(self.blocks(x) * scale)
 
 
-def test_works_in_a_chain_of_the_user():
-    chain, x, scale = Scaled(), torch.randn(2, 5, 16), torch.randn(2, 5, 1)
-    found = outline(chain.steps())
-    assert found.blocks == (0,) * 5 + (1,) * 5 + (2, 3)
-    assert torch.equal(chain(x, scale), chain.head(chain.blocks(x) * scale))
+def test_is_a_block_in_a_model_of_the_user():
+    model, inputs = Scaled(), (torch.randn(2, 5, 16), torch.randn(2, 5, 1))
+    found = zoo.steps_of(model, inputs)
+    firsts = [found.names[found.blocks.index(block)] for block in dict.fromkeys(found.blocks)]
+    assert firsts[:2] == ["blocks.0.norm1", "blocks.1.norm1"]
+    expected = model(*inputs)
+    assert torch.equal(zoo.checkpoint(model, "blocks", inputs=inputs)(*inputs), expected)
 
 
-def test_no_step_writes_its_inputs():
-    state = (torch.randn(2, 5, 16), torch.randn(2))
-    for step in outline(TransformerBlock(16, 2, drop_rate=0.5, drop_path_rate=0.5).steps()).steps:
-        before = [tensor.detach().clone() for tensor in state]
-        value = step(*state)
-        assert all(map(torch.equal, before, state))
-        state = value
-    assert len(state) == 2
+def test_writes_no_input():
+    block, x = TransformerBlock(16, 2, drop_rate=0.5, drop_path_rate=0.5), torch.randn(2, 5, 16)
+    before = x.clone()
+    block(x)
+    assert torch.equal(x, before)
+    assert x._version == 0
 
 
 def test_copies_have_weights_of_their_own():

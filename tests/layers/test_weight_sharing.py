@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
 
-from zoo.chain import fold, outline
 from zoo.engine.recompute import recompute
-from zoo.layers.language_head import Head, cross_entropy
+from zoo.layers.language_head import ChunkedLoss, Head, cross_entropy
 from zoo.layers.weight_sharing import SharedWeight
 from zoo.profiling.peak_memory import trace
 
@@ -38,9 +37,8 @@ class Tied(nn.Module):
             embedding, decoder = self.embedding, self.decoder
         hidden = torch.cat([self.body(embedding(part)).tanh() for part in tokens.split(1)])
         head = Head(lambda x, wanted: cross_entropy(decoder(x), wanted), chunk_tokens)
-        steps = outline(head.steps(targets.numel())).steps
-        loss: Tensor = fold(steps, (hidden, targets))
-        return loss
+        total: Tensor = ChunkedLoss()(hidden.new_zeros(()), head, hidden, targets)
+        return total / (targets >= 0).sum()
 
 
 def text() -> tuple[Tensor, Tensor]:

@@ -1,10 +1,14 @@
 """What the tests of models share: seeded runs, what they leave and what autograd keeps."""
 
 import contextlib
+from collections import Counter
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import zoo
 from zoo.profiling.peak_memory import measure_step, trace
 
 
@@ -33,6 +37,14 @@ def run(model, *shape, training=True):
     return {"logits": logits.detach(), **named, **dict(model.named_buffers())}, sum(kept.values())
 
 
+def blocks_of(model, *inputs):
+    """The names of the steps of each block, in order."""
+    found, blocks = zoo.steps_of(model, inputs), {}
+    for block, name in zip(found.blocks, found.names, strict=True):
+        blocks.setdefault(block, []).append(name)
+    return list(blocks.values())
+
+
 def peaks(model):
     """The most bytes at once in a training step and in inference, above what was there before."""
     images = torch.randn(4, 3, 64, 64)
@@ -42,6 +54,35 @@ def peaks(model):
         return step.peak, trace(lambda: model.eval()(images)).peak
 
 
+class _MapsMade(TorchDispatchMode):
+    """Counts the kernels that return maps, of 4 axes, in memory that they were not given."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernels = Counter()
+
+    def __torch_dispatch__(self, kernel, types, args=(), kwargs=None):
+        given = {_storage(value) for value in tree_leaves((args, kwargs)) if torch.is_tensor(value)}
+        returned = kernel(*args, **(kwargs or {}))
+        maps = [value for value in tree_leaves(returned) if torch.is_tensor(value)]
+        if any(value.ndim == 4 and _storage(value) not in given for value in maps):
+            name = kernel.overloadpacket.__name__
+            kind = next((one for one in ("convolution", "norm", "pool") if one in name), name)
+            self.kernels[kind] += 1
+        return returned
+
+
+def maps_made(model, images):
+    """How many kernels of each kind make maps in a forward; the others write in place."""
+    with _MapsMade() as made:
+        model(images)
+    return dict(made.kernels)
+
+
+def _storage(tensor):
+    return tensor.untyped_storage()._cdata
+
+
 def shake(model):
     """Moves statistics and affine weights off 0 and 1, so that a norm left out or swapped shows."""
     for module in model.modules():
@@ -49,13 +90,6 @@ def shake(model):
             for tensor in (module.weight.data, module.running_mean, module.running_var):
                 tensor.copy_(torch.rand_like(tensor) + 0.5)
     return model
-
-
-def assert_same(ours, theirs):
-    """Equal names, and equal values bit for bit."""
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], rtol=0, atol=0, msg=name)
 
 
 def language_step_peak(build, shape, **arguments):

@@ -1,14 +1,12 @@
-import functools
-
 import pytest
 import torch
 from torch import nn
 
 import zoo
-from tests.models.runs import assert_same, peaks, run, shake
-from zoo.chain import outline, step_names
+from tests.models.runs import maps_made, peaks, run, shake
+from tests.training import assert_same
 from zoo.errors import ArgumentError, InputError
-from zoo.models.densenet import DenseLayer, DenseNet, Transition
+from zoo.models.densenet import DenseBlock, DenseLayer, DenseNet, Transition
 from zoo.profiling.peak_memory import trace
 
 
@@ -99,50 +97,59 @@ def test_loads_the_keys_of_torchvision_s_published_files():
     assert_same(model.state_dict(), other.state_dict())
 
 
-def test_offers_the_parts_of_layers_and_transitions_as_steps():
-    layer, transition = DenseLayer(8, 4), Transition(8, 4)
-    names = step_names(layer, outline(layer.steps()).steps)
-    assert names == ["concatenate", "reduce", "normalize", "grow"]
-    assert step_names(transition, outline(transition.steps()).steps) == [
-        "concatenate",
-        "conv",
-        "pool",
-    ]
+def test_the_parts_of_layers_and_transitions_are_steps():
+    names = zoo.steps_of(DenseNet(4, (2, 2), classes=7), torch.randn(2, 3, 64, 64)).names
+
+    def steps_of(part):
+        return [name.replace(part, "") for name in names if part in name]
+
+    layer = ["cat", "norm1 relu1", "conv1", "norm2 relu2", "conv2"]
+    assert steps_of("features.denseblock1.denselayer2.") == layer
+    assert steps_of("features.transition1.") == ["cat", "norm relu", "conv", "pool"]
 
 
-def test_norm_and_activation_take_the_memory_of_one_tensor_beside_the_concatenation():
-    model = DenseNet(4, (1,), classes=7)
-    steps = outline(model.steps()).steps
-    state = (torch.randn(2, 3, 64, 64),)
-    tensors = {
-        "normalize(features.norm0, features.relu0)": 1,
-        "features.denseblock1.denselayer1.concatenate": 2,
-        "features.denseblock1.denselayer1.normalize": 1,
-        "normalize(features.norm5)": 2,
-    }
-    for path, step in zip(step_names(model, steps), steps, strict=True):
-        before, after = state, step(*state)
-        state = after if isinstance(after, tuple) else (after,)
-        if path in tensors:
-            peak = trace(functools.partial(step, *before)).peak
-            assert peak <= (tensors.pop(path) + 0.1) * state[-1].nbytes
-    assert not tensors
+@pytest.mark.parametrize("part", [DenseLayer(8, 2), Transition(8, 8)])
+def test_norm_and_activation_take_the_memory_of_one_tensor_beside_the_concatenation(part):
+    for name in ("conv1", "norm2", "relu2", "conv2", "conv", "pool"):
+        if hasattr(part, name):
+            setattr(part, name, nn.Identity())
+    features = [torch.randn(2, 3, 64, 64), torch.randn(2, 5, 64, 64)]
+    concatenation = sum(tensor.nbytes for tensor in features)
+    assert trace(lambda: part(features)).peak <= 2.1 * concatenation
+
+
+def test_activations_are_in_place():
+    made = maps_made(DenseNet(4, (2, 3), classes=7), torch.randn(2, 3, 64, 64))
+    # five layers, a transition and the head concatenate for their first norm
+    assert made.pop("cat") == 5 + 1 + 1
+    assert (made.pop("convolution"), made.pop("norm")) == (1 + 5 * 2 + 1, 1 + 5 * 2 + 1 + 1)
+    assert made.keys() <= {"pool", "mean"}
 
 
 def test_groups_the_steps_by_layers():
     with torch.device("meta"):
-        found = outline(zoo.densenet121().steps())
-    assert len(found.steps) == 3 + 58 * 4 + 3 * 3 + 2
+        found = zoo.steps_of(zoo.densenet121(), torch.empty(2, 3, 64, 64))
+    assert len(found.names) == 3 + 58 * 5 + 3 * 4 + 3
     assert found.blocks[-1] + 1 == 1 + 58 + 3 + 1
 
 
-def test_a_layer_hands_on_its_inputs_and_only_its_own_features():
+def test_a_layer_returns_only_its_own_features():
     layer = DenseLayer(8, 4)
-    inputs = (torch.randn(2, 5, 4, 4), torch.randn(2, 3, 4, 4))
-    *passed_on, added = layer(*inputs)
-    assert all(left is right for left, right in zip(passed_on, inputs, strict=True))
+    features = [torch.randn(2, 5, 4, 4), torch.randn(2, 3, 4, 4)]
+    before = [tensor.clone() for tensor in features]
+    added = layer(features)
+    assert len(features) == 2
+    assert all(map(torch.equal, features, before))
     assert added.shape == (2, 4, 4, 4)
     assert added.untyped_storage().nbytes() == added.numel() * added.element_size()
+
+
+def test_a_block_hands_on_its_input_and_the_features_of_each_layer():
+    block = DenseBlock(2, 8, 4, 0.0)
+    images = torch.randn(2, 8, 4, 4)
+    handed_on, *added = block(images)
+    assert handed_on is images
+    assert [tensor.shape for tensor in added] == [(2, 4, 4, 4)] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What every family keeps to: steps write no inputs, copies are independent, shapes are enough."""
+"""What every family keeps to: blocks write no inputs, copies are independent, shapes are enough."""
 
 import copy
 import pickle
@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 import zoo
-from zoo.chain import Chain, outline
 from zoo.models import densenet, preactivation_resnet, resnet, vit
 from zoo.models.preactivation_resnet import PreactivationResNet
+from zoo.tracing.partition import paths_of
 
 DROPS = {"drop_rate": 0.1, "drop_path_rate": 0.5}
 GPT2 = {"width": 16, "depth": 2, "heads": 4, "vocabulary": 50, "chunk_tokens": 8}
@@ -24,18 +25,30 @@ def images(*shape: int) -> Callable[[], tuple[Tensor]]:
     return lambda: (torch.randn(shape),)
 
 
-def text(states: int = 0) -> Callable[[], tuple[Tensor | None, ...]]:
-    """Tokens and targets; or tokens and so many tensors of state."""
+def text() -> tuple[Tensor, Tensor]:
+    """Tokens and targets."""
+    tokens, targets = torch.randint(50, (2, 7, 3))
+    return tokens, targets
 
-    def draw() -> tuple[Tensor | None, ...]:
-        tokens, targets = torch.randint(50, (2, 7, 3))
-        return tokens, None if states else targets, *torch.randn(states, 2, 3, 8)
+
+def text_without_state() -> tuple[Any, ...]:
+    """Tokens, no state and targets."""
+    tokens, targets = text()
+    return tokens, None, targets
+
+
+def text_and_state(tensors: int) -> Callable[[], tuple[Any, ...]]:
+    """Tokens and a state of so many tensors."""
+
+    def draw() -> tuple[Any, ...]:
+        (tokens, _), state = text(), tuple(torch.randn(tensors, 2, 3, 8))
+        return tokens, state if tensors > 1 else state[0]
 
     return draw
 
 
 # small models that drop at random, and their inputs
-MODELS: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Tensor | None, ...]]]] = {
+MODELS: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, ...]]]] = {
     "basic blocks": (
         lambda: resnet.ResNet(resnet.basic, (1, 2, 1, 1), 7, **DROPS),
         images(2, 3, 33, 47),
@@ -59,40 +72,52 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Tensor | None, ...
     ),
     "vnet of elu": (lambda: zoo.vnet(width=2), images(2, 1, 16, 16, 16)),
     "vnet of prelu": (lambda: zoo.vnet(width=2, activation="prelu"), images(2, 1, 16, 16, 16)),
-    "gpt2": (lambda: zoo.gpt2_small(**GPT2, drop_path_rate=0.5), text()),
-    "lstm": (lambda: zoo.lstm(**WORDS), text()),
-    "lstm without targets": (lambda: zoo.lstm(**WORDS), text(states=2)),
-    "gru": (lambda: zoo.gru(**WORDS), text()),
-    "gru without targets": (lambda: zoo.gru(**WORDS), text(states=1)),
+    "gpt2": (lambda: zoo.gpt2_small(**GPT2, drop_path_rate=0.5), text),
+    "lstm": (lambda: zoo.lstm(**WORDS), text_without_state),
+    "lstm without targets": (lambda: zoo.lstm(**WORDS), text_and_state(2)),
+    "gru": (lambda: zoo.gru(**WORDS), text_without_state),
+    "gru without targets": (lambda: zoo.gru(**WORDS), text_and_state(1)),
 }
 EACH = pytest.mark.parametrize("name", MODELS)
 
 
-def example(name: str) -> tuple[Any, tuple[Tensor | None, ...]]:
+def example(name: str) -> tuple[Any, tuple[Any, ...]]:
     torch.manual_seed(0)
     make, draw = MODELS[name]
     return make(), draw()
 
 
-def train(model: nn.Module, inputs: tuple[Tensor | None, ...]) -> list[Tensor]:
+def train(model: nn.Module, inputs: tuple[Any, ...]) -> list[Tensor]:
     """Logits or loss of one seeded forward, and all gradients."""
     torch.manual_seed(1)
-    found = Chain.forward(model, *inputs)  # type: ignore[arg-type]
+    found = model(*inputs)
     result: Tensor = found[0] if isinstance(found, tuple) else found
     return [result.detach(), *torch.autograd.grad(result.square().sum(), list(model.parameters()))]
 
 
 @EACH
-def test_no_step_writes_its_inputs(name: str) -> None:
-    model, state = example(name)
-    for step in outline(model.steps_for(*state)).steps:
-        tensors = [tensor for tensor in state if tensor is not None]
-        before = [(tensor._version, tensor.detach().clone()) for tensor in tensors]
-        value = step(*state)
-        for tensor, (version, content) in zip(tensors, before, strict=True):
+def test_neither_the_model_nor_a_block_writes_its_inputs(name: str) -> None:
+    model, inputs = example(name)
+    checked = [model, *map(model.get_submodule, paths_of(model, None))]
+    before: dict[nn.Module, list[tuple[Tensor, int, Tensor]]] = {}
+
+    def note(module: nn.Module, args: Any) -> None:
+        tensors = [value for value in tree_leaves(args) if isinstance(value, Tensor)]
+        before[module] = [(value, value._version, value.detach().clone()) for value in tensors]
+
+    def check(module: nn.Module, args: Any, outputs: Any) -> None:
+        for tensor, version, content in before.pop(module):
             assert tensor._version == version
             assert torch.equal(tensor, content)
-        state = value if isinstance(value, tuple) else (value,)
+        seen.append(module)
+
+    seen: list[nn.Module] = []
+    for module in checked:
+        module.register_forward_pre_hook(note)
+        module.register_forward_hook(check)
+    model(*inputs)
+    without_loss = "without targets" in name
+    assert {*checked} - {*seen} == ({model.loss.chunk} if without_loss else set())
 
 
 @EACH
@@ -112,3 +137,18 @@ def test_runs_on_fake_tensors(name: str) -> None:
     expected = [tensor.shape for tensor in train(*example(name))]
     with FakeTensorMode():
         assert [tensor.shape for tensor in train(*example(name))] == expected
+
+
+IMAGES = "basic blocks", "bottleneck units", "densenet", "vnet of elu"
+
+
+@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.parametrize("checkpoint", [False, "blocks"])
+def test_compiles_into_one_graph(name: str, checkpoint: str | bool) -> None:
+    expected = train(*example(name))
+    model, inputs = example(name)
+    zoo.checkpoint(model, checkpoint)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = train(compiled, inputs)  # type: ignore[arg-type]
+    torch.compiler.reset()
+    assert all(map(torch.equal, found, expected))

@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import zoo
-from tests.models.runs import language_step_peak, noting_kept
+from tests.models.runs import blocks_of, language_step_peak, noting_kept
 from zoo.api.checkpoint import checkpoint as put_in_force
-from zoo.chain import outline, step_names
 from zoo.errors import ArgumentError, InputError, WeightsError
 from zoo.models.gpt2 import GPT2
 
@@ -146,7 +145,7 @@ def test_with_and_without_a_plan_the_chosen_chunk_and_the_bits_are_the_same():
         torch.manual_seed(0)
         model = put_in_force(GPT2(**sizes, chunk_tokens=chunk), checkpoint)
         record, _ = run(model, lambda model: model(*text()))
-        records.append((len(model.steps_for(*text())), record))
+        records.append((len(blocks_of(model, *text())), record))
     baseline, planned, same, other = records
     assert baseline[0] == planned[0] == same[0] == other[0] - 7  # 60 tokens: 2 chunks, and 9
     assert_close(planned[1], baseline[1])
@@ -230,17 +229,19 @@ def test_arguments_reach_the_model():
     assert model.drop.p == model.blocks[2].drop.p == model.blocks[2].attention_drop_rate == 0.2
     rates = [getattr(block.drop_path, "rate", 0.0) for block in model.blocks]
     assert rates == pytest.approx([0.0, 0.055, 0.11])
-    assert len(model.steps_for(tokens, tokens)) == 1 + 3 + 1 + 1 + 4 + 1
+    assert len(blocks_of(model, tokens, tokens)) == 1 + 3 + 4 + 1
 
 
 def test_blocks_offer_their_parts():
-    model, (tokens, targets) = GPT2(**SMALL, chunk_tokens=32), text()
-    found = outline(model.steps_for(tokens, targets))
-    assert found.blocks == (0, *[1] * 5, *[2] * 5, 3, 4, 5, 6, 7)
-    assert step_names(model, found.steps)[5:12] == [
-        *("blocks.0.narrow", "blocks.1.project", "blocks.1.attend", "blocks.1.merge"),
-        *("blocks.1.widen", "blocks.1.narrow", "normalize"),
-    ]
+    first, *blocks, last = blocks_of(GPT2(**SMALL, chunk_tokens=32), *text())
+    assert {"embedding", "position_embedding"} <= {*first}
+    for number, steps in enumerate(blocks[:2]):
+        parts = "norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.act", "mlp.fc2"
+        assert {f"blocks.{number}.{part}" for part in parts} <= {*steps}
+    # the last norm follows the last block
+    assert "norm" in blocks[1]
+    assert [steps[0] for steps in blocks[2:]] == ["loss.chunk.linear"] * 2
+    assert last[-1].endswith("div")
 
 
 TOKENS = torch.zeros(2, 8, dtype=torch.int64)

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import zoo
-from tests.models.runs import language_step_peak, noting_kept
+from tests.models.runs import blocks_of, language_step_peak, noting_kept
 from zoo.api.checkpoint import checkpoint as put_in_force
-from zoo.chain import outline
 from zoo.errors import ArgumentError, InputError
 
 BOTH = pytest.mark.parametrize("factory", [zoo.lstm, zoo.gru])
@@ -132,8 +131,8 @@ def test_with_and_without_a_plan_the_chosen_chunks_and_the_bits_are_the_same(fac
         torch.manual_seed(5)
         loss = model(tokens, targets=targets)[0]
         loss.backward()
-        listed = outline(model.steps_for(tokens, targets)).blocks
-        found.append((listed, loss.detach(), gradients(model)))
+        names = blocks_of(model, tokens, None, targets)
+        found.append((names, loss.detach(), gradients(model)))
     for other in found[1:]:
         assert other[0] == found[0][0]
         torch.testing.assert_close(other[1:], found[0][1:], rtol=0, atol=0)
@@ -142,7 +141,7 @@ def test_with_and_without_a_plan_the_chosen_chunks_and_the_bits_are_the_same(fac
 def test_a_short_text_is_one_chunk_and_given_chunks_win():
     def blocks(**chunks):
         model = small(zoo.lstm, vocabulary=5000, **chunks)
-        return max(outline(model.steps_for(tokens, tokens)).blocks) + 1
+        return len(blocks_of(model, tokens, None, tokens))
 
     tokens = torch.zeros(8, 4, dtype=torch.int64)
     assert blocks(chunk_steps=None, chunk_tokens=None) == blocks(chunk_steps=8, chunk_tokens=32)
@@ -270,10 +269,16 @@ def test_parameters_have_torch_s_names_and_the_examples_draws(factory):
 
 
 def test_every_layers_chunk_of_time_and_every_chunk_of_scores_is_a_block():
-    model = small(zoo.lstm)
-    found = outline(model.steps_for(*text()))
-    chunks = 5 * [1] + [-(-size * N // 4) for size in (5, 5, 5, 5, 3)]
-    assert max(found.blocks) + 1 == 1 + sum(chunks) + 1
+    tokens, targets = text()
+    _, *blocks, _ = blocks_of(small(zoo.lstm, drop_rate=0.3), tokens, None, targets)
+    firsts = [steps[0] for steps in blocks]
+    expected = []
+    for size in (5, 5, 5, 5, 3):
+        expected += ["chunk", *["loss.chunk.linear"] * -(-size * N // 4)]
+    assert firsts == expected
+    for steps in blocks:
+        names = " ".join(steps)
+        assert ("layers.0" in names) == ("layers.1" in names) == (steps[0] == "chunk")
 
 
 @pytest.mark.parametrize(

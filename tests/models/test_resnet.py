@@ -1,5 +1,4 @@
 import copy
-import functools
 
 import pytest
 import torch
@@ -7,15 +6,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import zoo
-from tests.models.runs import assert_same, noting_kept, peaks, run, shake
-from zoo.chain import outline, step_names
+from tests.models.runs import maps_made, noting_kept, peaks, run, shake
+from tests.training import assert_same
 from zoo.errors import ArgumentError, InputError, WeightsError
 from zoo.models.preactivation_resnet import (
     PreactivationResNet,
     Unit,
     bottleneck as preactivation_bottleneck,
 )
-from zoo.models.resnet import Block, ResNet, basic, bottleneck
+from zoo.models.resnet import Block, ResNet, basic, bottleneck, conv
 from zoo.profiling.peak_memory import trace
 
 NAMES = [f"resnet{depth}" for depth in (18, 34, 50, 101, 152)]
@@ -97,8 +96,8 @@ def test_drops_features_before_the_classifier():
     torch.manual_seed(0)
     model = zoo.resnet18(drop_rate=0.3)
     model.fc = nn.Identity()
-    head = outline(model.steps()).steps[-1]
-    features = head(torch.ones(8, 512, 2, 2))
+    model.layer4.register_forward_hook(lambda *_: torch.ones(8, 512, 2, 2))
+    features = model(torch.randn(2, 3, 33, 33))
     assert 0.25 < (features == 0).float().mean() < 0.35
     assert features.max() == pytest.approx(1 / 0.7)
 
@@ -115,59 +114,69 @@ def test_runs_on_meta_tensors():
 
 
 @pytest.mark.parametrize(
-    ("block", "names"),
+    ("block", "inputs", "names"),
     [
-        (Block(basic(8, 8)), "convolve(1) normalize(1) convolve(2) add"),
-        (Block(basic(8, 8, 2)), "convolve(1) normalize(1) convolve(2) project add"),
+        (Block(basic(8, 8)), 8, "conv1 | bn1 relu | conv2 | bn2 add_ relu"),
         (
-            Block(bottleneck(32, 8)),
-            "convolve(1) normalize(1) convolve(2) normalize(2) convolve(3) add",
+            Block(basic(8, 8, 2)), 8,
+            "conv1 | bn1 relu | conv2 | downsample.0 | bn2 | downsample.1 | add_ relu",
         ),
         (
-            Block(bottleneck(8, 8)),
-            "convolve(1) normalize(1) convolve(2) normalize(2) convolve(3) project add",
+            Block(bottleneck(32, 8)), 32,
+            "conv1 | bn1 relu | conv2 | bn2 relu | conv3 | bn3 add_ relu",
         ),
-        (Unit(basic(8, 8)), "activate convolve(1) normalize(2) add"),
         (
-            Unit(preactivation_bottleneck(8, 8)),
-            "activate convolve(1) normalize(2) convolve(2) normalize(3) project add",
+            Block(bottleneck(8, 8)), 8,
+            "conv1 | bn1 relu | conv2 | bn2 relu | conv3 | downsample.0 | bn3 | downsample.1"
+            " | add_ relu",
+        ),
+        (Unit(basic(8, 8)), 8, "bn1 relu | conv1 | bn2 relu | conv2 add_"),
+        (
+            Unit(preactivation_bottleneck(8, 8)), 8,
+            "bn1 relu | conv1 | bn2 relu | conv2 | bn3 relu | downsample | conv3 add_",
         ),
     ],
-)
-def test_offers_the_parts_of_a_block_as_steps(block, names):
-    assert step_names(block, outline(block.steps()).steps) == names.split()
+)  # fmt: skip
+def test_the_parts_of_a_block_are_steps(block, inputs, names):
+    assert zoo.steps_of(block, torch.randn(2, inputs, 8, 8)).names == tuple(names.split(" | "))
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("residual", [Block, Unit])
+def test_norm_activation_and_sum_take_the_memory_of_one_tensor(residual, depth):
+    block = residual([conv(64, 64, 3) for _ in range(depth)])
+    for number in range(1, depth + 1):
+        setattr(block, f"conv{number}", nn.Identity())
+    images = torch.randn(2, 64, 32, 32)
+    assert trace(lambda: block(images)).peak <= (depth + 0.1) * images.nbytes
 
 
 @pytest.mark.parametrize(
-    "chain",
+    ("model", "convolutions", "norms"),
     [
-        Block(basic(64, 64)), Block(bottleneck(64, 16)), zoo.resnet18(), Unit(basic(64, 64)),
-        Unit(preactivation_bottleneck(64, 16)),
+        (Block(basic(3, 3)), 2, 2), (Block(bottleneck(3, 16)), 4, 4), (zoo.resnet18(), 20, 20),
+        (Unit(basic(3, 3)), 2, 2), (Unit(preactivation_bottleneck(3, 16)), 4, 3),
+        (PreactivationResNet(basic, 1), 9, 7),
     ],
 )  # fmt: skip
-def test_norm_activation_and_sum_take_the_memory_of_one_tensor(chain):
-    steps = outline(chain.steps()).steps[:7]
-    state = (torch.randn(2, 3 if isinstance(chain, ResNet) else 64, 32, 32),)
-    for name, step in zip(step_names(chain, steps), steps, strict=True):
-        before, after = state, step(*state)
-        state = after if isinstance(after, tuple) else (after,)
-        # a unit's sum stands in the step of its last convolution, which takes a workspace
-        is_sum = name == "add" and not isinstance(chain, Unit)
-        if is_sum or name.startswith(("normalize", "activate")):
-            assert trace(functools.partial(step, *before)).peak <= 1.1 * state[0].nbytes
+def test_activations_and_sums_are_in_place(model, convolutions, norms):
+    made = maps_made(model, torch.randn(2, 3, 33, 33))
+    assert (made.pop("convolution"), made.pop("norm")) == (convolutions, norms)
+    assert made.keys() <= {"pool", "mean"}
 
 
 @pytest.mark.parametrize(
     ("build", "steps", "blocks"),
     [
-        (zoo.resnet50, 3 + 16 * 6 + 4 + 1, 1 + 16 + 1),
-        (zoo.resnet1001, 1 + 333 * 6 + 3 + 2, 1 + 333 + 1),
+        # stem, units of three convolutions and norms, projections, sums after them, pool and fc
+        (zoo.resnet50, 3 + 16 * 6 + 4 + 4 * 2 + 2, 1 + 16 + 1),
+        (zoo.resnet164, 1 + 54 * 6 + 3 + 3, 1 + 54 + 1),
     ],
 )
 def test_groups_the_steps_by_blocks(build, steps, blocks):
     with torch.device("meta"):
-        found = outline(build().steps())
-    assert len(found.steps) == steps
+        found = zoo.steps_of(build(), torch.empty(2, 3, 64, 64))
+    assert len(found.names) == steps
     assert found.blocks[-1] + 1 == blocks
 
 

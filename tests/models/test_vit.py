@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import zoo
-from tests.models.runs import assert_same, run
-from zoo.chain import outline, step_names
+from tests.models.runs import blocks_of, run
+from tests.training import assert_same
 from zoo.errors import ArgumentError, InputError, WeightsError
 from zoo.models.vit import ViT
 
@@ -69,15 +69,14 @@ def test_arguments_reach_the_model():
 
 
 def test_blocks_offer_their_parts():
-    model = ViT(**SMALL)
-    found = outline(model.steps())
-    assert found.blocks == (0, 1, *[2] * 5, *[3] * 5, *[4] * 5, 5)
-    assert step_names(model, found.steps)[:4] == [
-        "embed",
-        "place",
-        "blocks.0.project",
-        *("blocks.0.attend",),
-    ]
+    first, *blocks, last = blocks_of(ViT(**SMALL), torch.zeros(2, 3, 32, 32))
+    assert first[0] == "patch_embed.proj"
+    assert last == ["norm", "head"]
+    for number, steps in enumerate(blocks):
+        assert all(name.startswith(f"blocks.{number}.") for name in steps)
+        parts = "norm1", "attn.qkv", "norm2", "mlp.fc1", "mlp.act"
+        assert {f"blocks.{number}.{part}" for part in parts} <= {*steps}
+    assert len(blocks) == 3
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 import zoo
-from zoo.chain import outline, step_names
 from zoo.errors import ArgumentError, InputError, WeightsError
 
 
@@ -157,20 +156,17 @@ def test_instance_norm_keeps_samples_apart():
 
 
 def test_every_operation_is_a_step_and_every_level_a_block():
-    model = small()
-    found = outline(model.steps())
-    names = step_names(model, found.steps)
+    found = zoo.steps_of(small(), volumes(2, 1, 16, 16, 16))
     assert max(found.blocks) == 9
-    assert [name for name in names if name.startswith("up.3")] == [
-        "up.3.drop",
-        "up.3.resample.convolve",
-        "up.3.resample.normalize",
-        "up.3.resample.activate",
-        "up.3.drop_skip",
-        "up.3.join",
-        "up.3.units.0.convolve",
-        "up.3.units.0.normalize",
-        "up.3.units.0.activate",
+    assert [name for name in found.names if name.startswith("up.3")] == [
+        "up.3.resample.conv",
+        "up.3.resample.norm",
+        "up.3.resample.act",
+        "up.3.skip_dropout",
+        "up.3.cat",
+        "up.3.units.0.conv",
+        "up.3.units.0.norm",
+        "up.3.units.0.act",
         "up.3.add",
-        "up.3.activate",
+        "up.3.act",
     ]

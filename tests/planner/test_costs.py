@@ -38,7 +38,7 @@ def test_no_plan_goes_below_what_a_step_alone_takes(costs: StepCosts) -> None:
         assert least_possible(same) <= least
 
 
-def test_a_chain_of_one_step_takes_what_its_step_takes() -> None:
+def test_a_steps_of_one_step_takes_what_its_step_takes() -> None:
     costs = uniform(1)
     assert least_possible(costs) == simulate(Plan((0,)), costs).peak == 10 + 10
 

@@ -1,5 +1,7 @@
 """Costs of steps from logs that are written by hand: no tensor, no model."""
 
+from dataclasses import replace
+
 import pytest
 
 from zoo.planner.costs import StepCosts, simulate
@@ -130,6 +132,14 @@ def test_an_optimizer_in_the_backward_frees_each_gradient() -> None:
     # with those of parameters that the step does not use
     other = log_of(SIZES, FORWARD, BACKWARD, trained=[30, 5])
     assert costs(other, 0, 1, 2).parameter_gradients == (35, 5, 5, 5)
+
+
+def test_a_gradient_that_is_added_to_that_of_earlier_backwards_is_freed_then() -> None:
+    log = replace(chain(), trained=[30, 500])
+    found = costs(log, 0, 1, 2, accumulates=True)
+    assert found.parameter_gradients == (0, 0, 0, 0), "nothing of a weight without a gradient"
+    assert found.backward == costs(log, 0, 1, 2, updates={}).backward
+    assert found.gradients == costs(log, 0, 1, 2).gradients
 
 
 def test_shared_gradients_are_freed_with_the_last() -> None:

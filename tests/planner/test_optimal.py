@@ -13,8 +13,9 @@ from torch import nn
 import zoo
 from tests.planner.chains import chains, nested_plans
 from tests.planner.test_planner import uniform
+from zoo.api.checkpoint import outline_of
 from zoo.api.plan import planner_for
-from zoo.chain import Chain, outline
+from zoo.invocation import Invocation
 from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.least_memory import least_memory
 from zoo.planner.optimal import DPTable, SimulatedPlan, frontier, least
@@ -28,14 +29,14 @@ from zoo.planner.search_space import (
     default_cuts,
     search_spaces,
 )
-from zoo.profiling.chain_profile import Profile
+from zoo.profiling.log_profile import Profile
 
 
 @functools.cache
-def costs_of(build: Callable[[], Chain]) -> StepCosts:
+def costs_of(build: Callable[[], nn.Module]) -> StepCosts:
     """Returns the costs of a model on a small batch, with seconds from operations and bytes."""
     model, batch = build(), torch.randn(2, 3, 64, 64)
-    costs = Profile(model, outline(model.steps_for(batch)), (batch,)).costs()
+    costs = Profile(model, outline_of(model, Invocation((batch,)))).costs()
 
     def seconds(flops: tuple[int, ...], new: tuple[int, ...]) -> tuple[float, ...]:
         pairs = zip(flops, new, strict=True)
@@ -49,7 +50,7 @@ def costs_of(build: Callable[[], Chain]) -> StepCosts:
 
 
 @functools.cache
-def frontier_of(build: Callable[[], Chain], blockwise: bool = False) -> list[SimulatedPlan]:
+def frontier_of(build: Callable[[], nn.Module], blockwise: bool = False) -> list[SimulatedPlan]:
     costs = costs_of(build)
     edges = [k for k in range(1, len(costs)) if costs.blocks[k] != costs.blocks[k - 1]]
     return frontier(costs, levels=200, cuts=edges if blockwise else None)
@@ -99,7 +100,9 @@ def test_what_is_interpolated_keeps_to_the_budget(costs: StepCosts) -> None:
 
 
 @pytest.mark.parametrize("build", [zoo.resnet50, zoo.densenet121])
-def test_budgets_are_honored_and_more_memory_is_never_slower(build: Callable[[], Chain]) -> None:
+def test_budgets_are_honored_and_more_memory_is_never_slower(
+    build: Callable[[], nn.Module],
+) -> None:
     points, costs = frontier_of(build), costs_of(build)
     seconds = []
     for budget in budgets_of(points):
@@ -112,7 +115,7 @@ def test_budgets_are_honored_and_more_memory_is_never_slower(build: Callable[[],
 
 
 @pytest.mark.parametrize("build", [zoo.resnet50, zoo.densenet121])
-def test_long_segments_between_blocks_are_nearly_as_good(build: Callable[[], Chain]) -> None:
+def test_long_segments_between_blocks_are_nearly_as_good(build: Callable[[], nn.Module]) -> None:
     flat, blockwise, costs = frontier_of(build), frontier_of(build, True), costs_of(build)
     assert flat[0].peak <= blockwise[0].peak <= 1.1 * flat[0].peak
 

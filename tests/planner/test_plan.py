@@ -134,5 +134,5 @@ def test_a_list_that_holds_itself_is_refused() -> None:
 
 
 def test_a_plan_for_another_length_is_refused() -> None:
-    with pytest.raises(PlanError, match="covers 2 steps but the chain has 3"):
+    with pytest.raises(PlanError, match="covers 2 steps but the model has 3"):
         Plan((0, 1)).check(3)

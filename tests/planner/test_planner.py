@@ -141,7 +141,7 @@ def test_simulation_releases_what_it_holds(costs: StepCosts, plan: Plan) -> None
 @given(st.integers(1, 40), st.integers(1, 40))
 def test_segments_are_of_equal_numbers_of_blocks(total: int, count: int) -> None:
     if count > total:
-        with pytest.raises(ArgumentError, match=f"{count} segments; this chain has {total} blocks"):
+        with pytest.raises(ArgumentError, match=f"{count} segments; this model has {total} blocks"):
             schemes.segments(range(total), count)
         return
     plan = schemes.segments(range(total), count)

@@ -16,15 +16,15 @@ import zoo
 from tests.tracing.models import Net
 from tests.training import Record, Residuals, assert_same, everything, images, train
 from zoo.api.checkpoint import checkpoint as put_in_force
-from zoo.chain import Chain, Steps
 from zoo.errors import ArgumentError, PlanError
 from zoo.models.densenet import DenseNet
 from zoo.models.preactivation_resnet import PreactivationResNet
 from zoo.models.resnet import ResNet, basic, bottleneck
 from zoo.policy import options as checkpointing
-from zoo.policy.options import runner_for
+from zoo.policy.options import option_for
 from zoo.profiling.kernel_costs import is_of_kind
 from zoo.profiling.peak_memory import trace
+from zoo.tracing.planned_forward import patched_forward
 
 OPTIONS = [True, 2, "sqrt", "blocks", "cheap"]
 
@@ -54,12 +54,15 @@ class Carried:
         return loss
 
 
-def small(build: Callable[..., Chain], *args: Any, **options: Any) -> Callable[..., Chain]:
+PLAN = ((0, 1), (2, 3, (4, 5)), *range(6, 11))
+
+
+def small(build: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
     """Makes a factory like those of the catalog of a size that the catalog lacks."""
     return lambda checkpoint=False: put_in_force(build(*args, **options), checkpoint)
 
 
-FAMILIES: dict[str, tuple[Callable[..., Chain], Callable[[], list[Tensor]], Any]] = {
+FAMILIES: dict[str, tuple[Callable[..., Any], Callable[[], list[Tensor]], Any]] = {
     "resnet": (
         small(ResNet, basic, (2, 2, 1), 5, drop_rate=0.2, drop_path_rate=0.2),
         pictures,
@@ -139,31 +142,32 @@ def test_names_and_weights_are_those_of_the_baseline(family: str) -> None:
 
 
 def test_a_given_plan_is_in_force_at_once() -> None:
-    plan = ((0, 1), *range(2, 10))
-    assert put_in_force(Residuals(), plan).plan == plan
+    model = put_in_force(Residuals(), PLAN)
+    model(images())
+    assert zoo.plan_of(model) == zoo.Plan(PLAN)
 
 
 @pytest.mark.parametrize("checkpoint", OPTIONS)
 def test_the_plan_is_none_until_the_first_training_forward(checkpoint: Any) -> None:
     model = put_in_force(Residuals(), checkpoint)
-    assert model.plan is None
+    assert zoo.plan_of(model) is None
     with torch.no_grad():
         model(images())
-    assert model.plan is None
+    assert zoo.plan_of(model) is None
     model.train()(images())
-    assert isinstance(model.plan, zoo.Plan)
-    assert len(model.plan.flatten()) == 10
+    assert isinstance(zoo.plan_of(model), zoo.Plan)
+    assert len(zoo.plan_of(model).flatten()) == 11
 
 
 def test_a_plan_is_made_once_for_each_kind_of_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(
         checkpointing,
-        "profile_of",
-        lambda *args, real=checkpointing.profile_of: (made.append(1), real(*args))[1],
+        "Profile",
+        lambda *args, real=checkpointing.Profile: (made.append(1), real(*args))[1],
     )
     model = put_in_force(Residuals(), True)
-    for size in (6, 6, 8, 6, 8):
+    for size in (6, 6, 9, 6, 9):
         model(images(size=size)).sum().backward()
     assert len(made) == 2
     model(images().requires_grad_())
@@ -176,8 +180,8 @@ def test_a_plan_is_made_once_for_each_kind_of_inputs(monkeypatch: pytest.MonkeyP
 def test_true_runs_no_step_more_than_twice_and_holds_less() -> None:
     model = put_in_force(Residuals(blocks=8), True)
     model(images(8, 4, 32))
-    assert model.plan is not None
-    assert max(model.plan.runs()) == 2
+    assert zoo.plan_of(model) is not None
+    assert max(zoo.plan_of(model).runs()) == 2
 
 
 @pytest.mark.parametrize("checkpoint", OPTIONS)
@@ -196,20 +200,20 @@ def test_bfloat16_autocast_is_exact(checkpoint: Any) -> None:
 def test_false_takes_a_plan_off_again() -> None:
     model = put_in_force(put_in_force(Residuals(), True), False)
     model(images())
-    assert model.plan is None
-    assert model.runner is None
+    assert zoo.plan_of(model) is None
+    assert patched_forward(model) is None
 
 
 def test_copies_and_pickles_keep_the_option() -> None:
     model = put_in_force(Residuals(), True)
     model(images())
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert other.plan == model.plan
-        assert other.runner is not model.runner
+        assert patched_forward(other) is not patched_forward(model)
         torch.manual_seed(0)
         expected = model(images())
         torch.manual_seed(0)
         assert torch.equal(other(images()), expected)
+        assert zoo.plan_of(other) == zoo.plan_of(model) is not None
 
 
 @pytest.mark.parametrize(
@@ -223,14 +227,14 @@ def test_copies_and_pickles_keep_the_option() -> None:
 )
 def test_an_option_that_is_none_is_refused(checkpoint: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        runner_for(checkpoint, None, None)
+        option_for(checkpoint, None, None)
 
 
 @pytest.mark.parametrize(
     ("checkpoint", "error", "message"),
     [
-        ((0, 1), PlanError, "covers 2 steps but the chain has 10; make it end with step 9"),
-        (9, ArgumentError, "asks for 9 segments; this chain has 4 blocks"),
+        ((0, 1), PlanError, "covers 2 steps but the model has 11; make it end with step 10"),
+        (9, ArgumentError, "asks for 9 segments; this model has 4 blocks"),
     ],
 )
 def test_a_plan_that_does_not_fit_leaves_the_model_unchanged(
@@ -243,32 +247,13 @@ def test_a_plan_that_does_not_fit_leaves_the_model_unchanged(
     assert_same(everything(model), before)
 
 
-def test_steps_that_cannot_be_measured_are_refused_with_a_way_out() -> None:
-    class Branches(Chain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(3, 3)
-
-        def steps(self) -> Steps:
-            return [self.fc, self.branch]
-
-        def branch(self, x: Tensor) -> Tensor:
-            return x.sin() if x.sum().item() > 0 else x.cos()
-
-    with pytest.raises(PlanError, match=r"could not be measured on fake tensors.*pass checkpoint="):
-        put_in_force(Branches(), True)(torch.rand(2, 3))
-    put_in_force(Branches(), 2)(torch.rand(2, 3)).sum().backward()
-
-
 @pytest.mark.parametrize("option", [{"checkpoint": True}, {"memory_budget": "1GiB"}])
 def test_a_step_raises_its_own_error(option: Any) -> None:
     class Picky(Residuals):
         calls = 0
 
-        def steps(self) -> Steps:
-            return [*super().steps(), self.refuse]
-
-        def refuse(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor) -> Tensor:
+            super().forward(x)
             self.calls += 1
             raise LookupError("only two of these")
 
@@ -278,41 +263,27 @@ def test_a_step_raises_its_own_error(option: Any) -> None:
     assert model.calls == 1
 
 
-def test_a_chain_inside_keeps_its_own_plan() -> None:
-    class Outer(Chain):
+def test_of_a_plan_inside_of_another_the_outer_one_is_in_force() -> None:
+    class Outer(nn.Module):
         def __init__(self, checkpoint: Any) -> None:
             super().__init__()
             self.inner = put_in_force(Residuals(), checkpoint)
 
-        def steps(self) -> Steps:
-            return [torch.relu, self.inner, torch.tanh]
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.inner(torch.relu(x)))
 
     def record(inner: Any, outer: Any) -> Record:
         torch.manual_seed(1)
-        model = put_in_force(Outer(inner), outer)
+        model = Outer(inner)
+        if outer:
+            put_in_force(model, outer)
         result = train(model, lambda: [images()], steps=2)
-        assert inner is False or model.inner.plan is not None
+        assert (zoo.plan_of(model.inner) is not None) == (bool(inner) and not outer)
         return result
 
     expected = record(False, False)
     assert_same(record(True, False), expected)
-    assert_same(record(2, (0, (1,), 2)), expected)
-
-
-def test_modules_that_differ_in_a_list_are_measured_apart() -> None:
-    class Pools(Chain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.pools = nn.ModuleList(nn.AdaptiveAvgPool2d([size, size]) for size in (8, 4))
-            self.fc = nn.Linear(64, 2)
-
-        def steps(self) -> Steps:
-            return [*self.pools, self.flatten]
-
-        def flatten(self, x: Tensor) -> Tensor:
-            return self.fc(x.flatten(1))
-
-    put_in_force(Pools(), True)(images(2, 4, 8)).sum().backward()
+    assert_same(record(2, ((0, (1, 2)), *range(3, 13))), expected)
 
 
 compiled: Any = functools.partial(torch.compile, backend="aot_eager")
@@ -327,14 +298,14 @@ def _fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it
-@pytest.mark.parametrize("checkpoint", [2, True, ((0, 1), (2, 3, (4, 5)), 6, 7, 8, 9)])
+@pytest.mark.parametrize("checkpoint", [2, True, PLAN])
 def test_a_compiled_model_is_exact(checkpoint: Any) -> None:
     def results(option: Any) -> list[Record]:
         torch.manual_seed(1)
         model = put_in_force(Residuals(rate=0.4), option)
         if torch.torch_version.TorchVersion(torch.__version__) < "2.13":
             # before, the compiler breaks the graph in a norm that averages over all steps
-            for norm in model.norms:
+            for norm in (block.norm for block in model.blocks):
                 norm.momentum = 0.1  # type: ignore[assignment]
         forward = compiled(model)
         found = []
@@ -351,29 +322,30 @@ def test_a_compiled_model_is_exact(checkpoint: Any) -> None:
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_a_compiled_model_saves_what_it_would_uncompiled() -> None:
     def peak(option: Any) -> int:
-        model = put_in_force(Sines(), option)
+        model = put_in_force(nn.Sequential(Sines(), Sines()), option)
         forward = compiled(model)
         x = torch.rand(1 << 16, requires_grad=True)
         forward(x).sum().backward()
         return trace(lambda: forward(x).sum().backward()).peak
 
-    assert peak((tuple(range(6)), tuple(range(6, 12)))) < 0.7 * peak(False)
+    assert peak("blocks") < 0.7 * peak(False)
 
 
-class Sines(Chain):
-    def steps(self) -> Steps:
-        return [torch.sin] * 12
+class Sines(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(6):
+            x = x.sin()
+        return x
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_a_whole_graph_needs_a_plan_before() -> None:
-    model = put_in_force(Sines(), 2)
-    forward = compiled(model, fullgraph=True)
+def test_a_model_with_a_plan_compiles_whole() -> None:
+    forward = compiled(put_in_force(nn.Sequential(Sines(), Sines()), 2), fullgraph=True)
     x = torch.rand(3, requires_grad=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="run one before compiling"):
-        forward(x)
-    model(x)
     forward(x).sum().backward()
+    gradient, x.grad = x.grad, None
+    nn.Sequential(Sines(), Sines())(x).sum().backward()
+    assert torch.equal(gradient, x.grad)
 
 
 @pytest.mark.parametrize(
@@ -426,9 +398,9 @@ def test_a_device_of_the_table_is_known_by_its_makers_name(
     assert is_of_kind(made_for, "cuda") is is_like
 
 
-@pytest.mark.parametrize("text", ["true", "2", "sqrt", "(0-3) 4-9"])
+@pytest.mark.parametrize("text", ["true", "2", "sqrt", "(0-3) 4-10"])
 def test_an_option_may_be_the_text_of_a_command_line(text: str) -> None:
-    options = {"true": True, "2": 2, "(0-3) 4-9": zoo.Plan([(0, 1, 2, 3), *range(4, 10)])}
+    options = {"true": True, "2": 2, "(0-3) 4-10": zoo.Plan([(0, 1, 2, 3), *range(4, 11)])}
     written, given = (zoo.checkpoint(Residuals(), way) for way in (text, options.get(text, text)))
     for model in (written, given):
         model(images(8)).sum().backward()

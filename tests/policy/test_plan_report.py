@@ -1,5 +1,7 @@
 """What a plan should cost, as text and as files: numbers only, no model."""
 
+import json
+
 import pytest
 
 from zoo.errors import PlanError
@@ -62,6 +64,13 @@ def test_a_report_and_a_frontier_survive_a_file() -> None:
     assert Frontier.from_json(curve().to_json()) == curve()
     with pytest.raises(PlanError, match="no frontier in JSON"):
         Frontier.from_json('{"points": [1]}')
+
+
+def test_a_report_of_an_earlier_version_is_refused_with_the_way_to_a_new_one() -> None:
+    values = json.loads(report().to_json())
+    for earlier in (values | {"format": 1}, {k: v for k, v in values.items() if k != "format"}):
+        with pytest.raises(PlanError, match=r"another version of zoo.*make the plan anew, by zoo"):
+            PlanReport.from_json(json.dumps(earlier))
 
 
 def test_a_frontier_is_a_sequence_of_points_and_a_line_of_text_for_each() -> None:

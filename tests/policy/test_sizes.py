@@ -1,8 +1,10 @@
 """A plan for one size of the inputs serves smaller ones: nothing is planned or measured again."""
 
 import copy
+import dataclasses
 import functools
 import gc
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,16 +12,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import zoo
 from tests.tracing.models import Net
 from tests.training import Residuals, assert_same, images, needs_numpy, train
 from zoo._torch import FakeTensorMode
 from zoo.api.checkpoint import checkpoint as put_in_force
-from zoo.chain import Chain, Steps
+from zoo.errors import BudgetError
 from zoo.invocation import InputSpec, Invocation
-from zoo.profiling import chain_profile, isolation, log_profile
+from zoo.profiling import isolation, log_profile
 from zoo.profiling.peak_memory import measure_step
+from zoo.tracing import planned_forward
 
 Inputs = Callable[[int], tuple[Tensor, ...]]
 BUDGET = {"checkpoint": "auto", "memory_budget": "8MiB"}
@@ -29,7 +33,7 @@ def tokens(*shape: int) -> tuple[Tensor, Tensor]:
     return torch.randint(0, 50, shape), torch.randint(0, 50, shape)
 
 
-def lstm() -> Chain:
+def lstm() -> nn.Module:
     return zoo.lstm(vocabulary=50, embedding=8, hidden=8, chunk_steps=5)
 
 
@@ -58,7 +62,6 @@ def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, name, counted)
 
     count(isolation, "in_fork")
-    count(chain_profile, "measure_kernels")
     count(log_profile, "measure_kernels")
     return done
 
@@ -96,8 +99,10 @@ def test_the_smallest_planned_size_that_covers_a_batch_serves_it(
         plans[count] = zoo.plan_of(model)
     assert plans[8] is not plans[2]
     assert plans[4] is plans[8]
-    assert works(model, inputs, [1, 2, 3, 5], work) == [False] * 4
-    for count in (1, 2, 3, 5):
+    # the logits of one text are made in fewer chunks than those of two, by other kernels
+    counts = (2, 3, 5) if name == "gpt2" else (1, 2, 3, 5)
+    assert not any(works(model, inputs, counts, work))
+    for count in counts:
         works(model, inputs, [count], work)
         assert zoo.plan_of(model) is plans[2 if count <= 2 else 8]
 
@@ -131,49 +136,46 @@ def test_of_plans_that_overlap_the_smaller_serves(build: Any, work: list[str]) -
     plans = {}
     # (3, 6) goes by the plan for (8, 6), and is no size that a plan was made for
     for count, size, is_planned in (
-        (8, 6, True), (3, 6, False), (2, 8, True), (4, 6, False), (2, 6, False),
+        (8, 6, True), (3, 6, False), (2, 10, True), (4, 6, False), (2, 6, False),
     ):  # fmt: skip
         inputs = functools.partial(images, size=size)
         assert works(model, lambda n, inputs=inputs: (inputs(n),), [count], work) == [is_planned]
         plans[count, size] = zoo.plan_of(model)
-    assert plans[4, 6] is plans[3, 6] is plans[8, 6] is not plans[2, 8]
-    assert plans[2, 6] is plans[2, 8]
+    assert plans[4, 6] is plans[3, 6] is plans[8, 6] is not plans[2, 10]
+    assert plans[2, 6] is plans[2, 10]
 
 
-def test_larger_in_one_dimension_is_planned(work: list[str]) -> None:
+def test_more_than_twice_as_large_in_one_dimension_is_planned(work: list[str]) -> None:
     model = put_in_force(Residuals(), True)
-    for count, size in ((4, 6), (3, 8), (5, 4)):
+    for count, size in ((4, 6), (3, 10), (11, 4)):
         assert works(model, lambda n, size=size: (images(n, size=size),), [count], work) == [True]
 
 
-def test_another_number_of_steps_is_planned_for_itself(work: list[str]) -> None:
+def test_another_number_of_kernels_is_planned_for_when_it_comes_again(work: list[str]) -> None:
     model = put_in_force(lstm(), True)
 
     def loss(tokens: Tensor, targets: Tensor) -> Tensor:
         return model(tokens, None, targets)[0]
 
     # of chunks of 5: 13 and 12 are three, 10 is two
-    found = [works(loss, lambda _, n=n: tokens(n, 2), [0], work)[0] for n in (13, 12, 10, 9)]
-    assert found == [True, False, True, False]
+    lengths = (13, 12, 10, 10, 10)
+    found = [works(loss, lambda _, n=n: tokens(n, 2), [0], work)[0] for n in lengths]
+    assert found == [True, False, False, True, False]
 
 
-def test_other_steps_of_the_same_number_are_planned_for_themselves(work: list[str]) -> None:
-    class Chooses(Chain):
+def test_a_branch_is_planned_for_when_it_comes_again(work: list[str]) -> None:
+    class Chooses(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.long, self.short = nn.Linear(4, 4), nn.Bilinear(4, 4, 4)
 
-        def steps_for(self, *inputs: Tensor | None) -> Steps:
-            x = inputs[0]
-            assert x is not None
-            return [torch.sin, self.long if len(x) > 2 else self.twice, torch.cos]
-
-        def twice(self, x: Tensor) -> Tensor:
-            return self.short(x, x)
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.sin(x)
+            return torch.cos(self.long(x) if len(x) > 2 else self.short(x, x))
 
     model = put_in_force(Chooses(), True)
-    assert works(model, lambda n: (torch.rand(n, 4),), (4, 3, 2, 1), work) == [
-        True, False, True, False,
+    assert works(model, lambda n: (torch.rand(n, 4),), (4, 3, 2, 2, 2), work) == [
+        True, False, False, True, False,
     ]  # fmt: skip
 
 
@@ -226,3 +228,218 @@ def test_ranks_on_devices_of_one_type_ask_for_the_same_plan() -> None:
             for rank in range(2)
         )
     assert here == there
+
+
+MIB = 2**20
+
+
+@dataclasses.dataclass
+class Batch:
+    images: Tensor
+
+
+class Sized(nn.Module):
+    """A network whose sizes are decided by an image, an object, a number or an attribute."""
+
+    size = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+            for _ in range(6)
+        )
+
+    def forward(self, batch: Any, size: int | None = None) -> Tensor:
+        x = batch.images if isinstance(batch, Batch) else batch
+        if x.shape[-1] == 8:
+            x = F.interpolate(x, size=(size or self.size,) * 2)
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x.mean()
+
+
+def of_attribute(model: Sized, size: int) -> tuple[Any, ...]:
+    model.size = size
+    return (torch.rand(2, 3, 8, 8),)
+
+
+SIZED: dict[str, Callable[[Any, int], tuple[Any, ...]]] = {
+    "tensor": lambda model, size: (torch.rand(2, 3, size, size),),
+    "object": lambda model, size: (Batch(torch.rand(2, 3, size, size)),),
+    "number": lambda model, size: (torch.rand(2, 3, 8, 8), size),
+    "attribute": of_attribute,
+}
+
+
+def peak_of(model: nn.Module, inputs: Sequence[Any]) -> int:
+    """Returns the bytes of a training step, the state of AdamW included."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+
+    def step() -> None:
+        model(*inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    given = [one.images if isinstance(one, Batch) else one for one in inputs]
+    return measure_step(step, model, optimizer, [t for t in given if torch.is_tensor(t)]).peak
+
+
+@needs_numpy
+@pytest.mark.parametrize("what", SIZED)
+def test_whatever_decides_the_sizes_decides_the_plan(what: str, work: list[str]) -> None:
+    model, inputs = Sized(), SIZED[what]
+    plain = peak_of(model, inputs(model, 64))
+    budget = int(0.6 * plain)
+    zoo.checkpoint(model, memory_budget=budget)
+    # a larger size is planned for when it comes, or known when it has come
+    for size in (16, 64, 16, 64, 64):
+        model(*inputs(model, size)).backward()
+    plans = {}
+    for size in (16, 64):
+        model(*inputs(model, size)).backward()
+        work.clear()
+        assert peak_of(model, inputs(model, size)) <= budget
+        assert not work
+        plans[size] = zoo.plan_of(model)
+    assert plans[16] != plans[64]
+
+
+@needs_numpy
+@pytest.mark.parametrize("what", ["tensor", "object"])
+def test_the_first_of_larger_tensors_keeps_to_the_budget(what: str) -> None:
+    model, inputs = Sized(), SIZED[what]
+    budget = int(0.6 * peak_of(model, inputs(model, 64)))
+    zoo.checkpoint(model, memory_budget=budget)
+    for size in (16, 64):
+        batch = inputs(model, size)
+        model(*batch).backward()
+        assert zoo.plan_of(model) is not None
+        assert peak_of(model, batch) <= budget
+
+
+@needs_numpy
+@pytest.mark.parametrize("what", SIZED)
+def test_sizes_for_which_a_known_plan_has_room_are_not_planned_for(
+    what: str, work: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, inputs = Sized(), SIZED[what]
+    budget = int(0.7 * peak_of(model, inputs(model, 44)))
+    zoo.checkpoint(model, memory_budget=budget)
+    plans, peaks = {}, []
+    for size in (36, 37, 40, 42, 44, 36):
+        batch = inputs(model, size)
+        work.clear()
+        peaks.append(peak_of(model, batch))
+        assert bool(work) is not bool(plans)
+        plans.setdefault(size, zoo.plan_of(model))
+        plans["last"] = zoo.plan_of(model)
+    assert max(peaks) <= budget
+    assert plans[44] != plans[36]
+    assert plans["last"] is plans[36] or what in ("number", "attribute")
+    assert not caplog.records
+
+
+@needs_numpy
+def test_a_rare_larger_kind_is_planned_for_although_others_come_next(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Sized()
+    # no plan for the small ones has room for the large ones
+    budget = int(0.4 * peak_of(model, of_attribute(model, 64)))
+    zoo.checkpoint(model, memory_budget=budget)
+    for size in (9, 64, 9):
+        model(*of_attribute(model, size)).backward()
+    assert peak_of(model, of_attribute(model, 64)) <= budget
+    (said,) = caplog.messages
+    assert "makes larger tensors than its plan has room for" in said
+
+
+@needs_numpy
+@pytest.mark.parametrize("option", [{"checkpoint": True}, {"memory_budget": "8MiB"}])
+def test_planning_that_does_not_pay_stops_and_says_so_once(
+    option: Any, work: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Looping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.depth = nn.Linear(8, 8), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.depth += 1
+            for _ in range(self.depth):
+                x = self.layer(x).sin()
+            return x
+
+    monkeypatch.setattr(planned_forward, "MOST_PLANNINGS", 3)
+    caplog.set_level(logging.INFO, "zoo")
+    model = zoo.checkpoint(Looping(), **option)
+    found = works(model, lambda n: (torch.rand(n, 8),), [4] * 12, work)
+    assert not any(found[-4:])
+    again = [text for text in caplog.messages if "planned again" in text]
+    assert [text[-8:] for text in again] == ["(2 of 3)", "(3 of 3)"]
+    (said,) = [record for record in caplog.records if "not any more" in record.message]
+    assert said.levelno == logging.WARNING
+
+
+def test_sizes_that_are_planned_for_no_more_go_by_the_plan_of_the_largest(
+    monkeypatch: pytest.MonkeyPatch, work: list[str]
+) -> None:
+    monkeypatch.setattr(planned_forward, "MOST_PLANNINGS", 2)
+    model = zoo.checkpoint(Net())
+    found = works(model, lambda n: (images(n),), (2, 5, 5, 11, 11), work)
+    assert found == [True, True, False, False, False]
+    plan = zoo.plan_of(model)
+    works(model, lambda n: (images(n),), (5,), work)
+    assert zoo.plan_of(model) is plan is not None
+
+
+@needs_numpy
+def test_a_report_for_smaller_inputs_is_refused_by_its_bytes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, inputs = Sized(), SIZED["tensor"]
+    report = zoo.plan(model, inputs(model, 16), memory_budget=0.8)
+    zoo.checkpoint(model, report)
+    with pytest.raises(BudgetError, match=r"is for Sized on 2×3×16×16 .* takes at least"):
+        model(*inputs(model, 32))
+    model(*inputs(model, 16)).backward()
+    assert zoo.plan_of(model) == report.plan
+    assert not caplog.records
+    # a training that has begun goes on
+    for _ in range(2):
+        model(*inputs(model, 32)).backward()
+    (said,) = caplog.messages
+    assert "runs block by block" in said
+    model(*inputs(model, 12)).backward()
+    assert zoo.plan_of(model) == report.plan
+
+
+@needs_numpy
+def test_a_report_whose_sizes_no_argument_tells_says_so_when_they_come(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Sized()
+    report = zoo.plan(model, of_attribute(model, 16), memory_budget=0.8)
+    zoo.checkpoint(model, report)
+    for size in (16, 64, 64, 16):
+        model(*of_attribute(model, size)).backward()
+    first, then = caplog.messages
+    assert "makes larger tensors than its plan has room for" in first
+    assert "takes at least" in then
+    assert zoo.plan_of(model) == report.plan
+
+
+@pytest.mark.parametrize(
+    ("size", "growth"),
+    [((4, 6), 1.0), ((2, 6), 1.0), ((2, 9), 1.5), ((8, 9), 3.0), ((4, 6, 1), float("inf"))],
+)
+def test_growth_is_that_of_the_sizes_that_are_larger(size: Any, growth: float) -> None:
+    one, other = (
+        InputSpec.of(Invocation((torch.empty(shape), torch.empty(3))), nn.Identity())
+        for shape in (size, (4, 6))
+    )
+    assert one.growth_over(other) == growth

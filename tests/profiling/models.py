@@ -1,7 +1,13 @@
 """A model whose saved tensors are easily counted, for tests of traced and of tracked steps."""
 
+from collections.abc import Callable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from zoo.api.checkpoint import outline_of
+from zoo.invocation import Invocation
+from zoo.profiling.log_profile import Profile
 
 KIB = 1024
 
@@ -20,3 +26,21 @@ class Exponentials(nn.Module):
         for _ in range(self.count):
             value = value.exp()
         return value
+
+
+def profile(model: nn.Module, *inputs: Tensor) -> Profile:
+    return Profile(model, outline_of(model, Invocation(inputs)))
+
+
+class Repeated(nn.Module):
+    """Applies functions in turn, those that are modules as modules of its own."""
+
+    def __init__(self, *functions: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.functions = functions
+        self.layers = nn.ModuleList(one for one in functions if isinstance(one, nn.Module))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for function in self.functions:
+            x = function(x)
+        return x

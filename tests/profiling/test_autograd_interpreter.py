@@ -1,8 +1,6 @@
 """The walk over a graph gives what autograd's engine gives, and lets go of what it has used."""
 
-import weakref
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -11,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zoo
-from zoo._torch import sequence_number
-from zoo.profiling.autograd_interpreter import HeldTensor, gradients_of
+from zoo.profiling.autograd_interpreter import gradients_of
 
 
 def tower() -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -76,47 +73,9 @@ def test_gradients_are_those_of_the_engine(name: str) -> None:
     leaves = [value for value in (*inputs, *model.parameters()) if value.requires_grad]
     expected = torch.autograd.grad(model(*inputs).square().sum(), leaves, allow_unused=True)
     walk = gradients_of([model(*inputs).square().sum()])
-    found = {id(leaf): gradient for leaf, gradient, _ in walk}
+    found = {id(leaf): gradient for leaf, gradient in walk}
     for leaf, other in zip(leaves, expected, strict=True):
         one = found.get(id(leaf))
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-def test_a_saved_tensor_goes_with_its_node() -> None:
-    weight = nn.Parameter(torch.rand(4))
-    alive: list[int] = []
-    saved: list[weakref.ref[Tensor]] = []
-
-    def kept(tensor: Tensor) -> HeldTensor:
-        made = tensor.detach()
-        saved.append(weakref.ref(made))
-        return HeldTensor(made)
-
-    class Count(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Any:
-            alive.append(sum(reference() is not None for reference in saved))
-            return gradients[0]
-
-    with torch.autograd.graph.saved_tensors_hooks(kept, attrgetter("tensor")):
-        value = Count.apply(weight).sin()
-        roots = [Count.apply(value).sin().sum()]
-    del value
-    assert [leaf for leaf, *_ in gradients_of(roots)] == [weight]
-    assert not roots
-    assert alive == [1, 0]
-
-
-def test_leaves_behind_an_earlier_node_are_told_apart() -> None:
-    own, shared, both = (nn.Parameter(torch.rand(3)) for _ in range(3))
-    token = shared * both
-    start = sequence_number()
-    walk = gradients_of([(own * token + both).sum()], start)
-    is_behind = {id(leaf): is_behind for leaf, _, is_behind in walk}
-    assert is_behind == {id(own): False, id(shared): True, id(both): True}

@@ -194,7 +194,9 @@ def test_a_step_with_a_loss_over_pixels_takes_what_is_predicted() -> None:
         outputs = model(x)
         loss(outputs).backward()
 
-    predicted = zoo.plan(model, x, max_overhead=9.0, optimizer=None, loss=loss).baseline_peak
+    predicted = zoo.plan(
+        model, x, max_overhead=9.0, optimizer=None, loss=loss, holds_outputs=True
+    ).baseline_peak
     step()
     measured = measure_step(step, model, None, [x]).peak
     assert 0.99 * predicted <= measured <= predicted

@@ -19,9 +19,9 @@ import zoo
 from tests.training import Residuals, images
 from zoo._torch import FakeTensorMode
 from zoo.profiling import kept_interrupts
-from zoo.profiling.chain_step_profile import AllocationMode
 from zoo.profiling.kept_interrupts import kept, take_interrupt
 from zoo.profiling.progress import shown
+from zoo.profiling.step_logger import StepLogger
 
 
 @pytest.fixture(autouse=True)
@@ -253,7 +253,7 @@ def test_an_interrupt_where_no_exception_can_pass_ends_the_block() -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_as_a_tensor_is_freed_ends_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zoo.profiling.isolation.can_fork", lambda: False)
-    free: Any = AllocationMode._free
+    free: Any = StepLogger._free
     seen: list[Any] = []
 
     @functools.wraps(free)
@@ -263,7 +263,7 @@ def test_an_interrupt_as_a_tensor_is_freed_ends_a_plan(monkeypatch: pytest.Monke
             press()
         free(self, *given)
 
-    monkeypatch.setattr(AllocationMode, "_free", pressed)
+    monkeypatch.setattr(StepLogger, "_free", pressed)
     with pytest.raises(KeyboardInterrupt):
         plan()
     assert seen

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import flop_counter
 
+from tests.profiling.models import Repeated, profile
 from tests.training import Residuals, images
-from zoo.chain import Chain, Steps, outline
 from zoo.cli.values import rated_device
 from zoo.errors import ArgumentError
 from zoo.planner.costs import StepCosts
 from zoo.profiling import kernel_costs as kernels
-from zoo.profiling.chain_profile import Profile
 from zoo.profiling.kernel_costs import DEVICES, device_named, measure_kernels
 from zoo.profiling.tensor_spec import KernelSpec
 
@@ -21,18 +20,15 @@ CPU = torch.device("cpu")
 RELU = torch.ops.aten.relu.default
 
 
-class Median(Chain):
+class Median(nn.Module):
     """Its kernel sorts a copy that no tensor of Python shows."""
 
-    def steps(self) -> Steps:
-        return [self.median]
-
-    def median(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return torch.median(x)
 
 
-def costs(chain: Chain, *inputs: Tensor, timed: bool = True) -> StepCosts:
-    found = Profile(chain, outline(chain.steps_for(*inputs)), inputs)
+def costs(model: nn.Module, *inputs: Tensor, timed: bool = True) -> StepCosts:
+    found = profile(model, *inputs)
     return found.costs(kernels=found.kernels() if timed else ())
 
 
@@ -63,22 +59,17 @@ def test_bytes_without_workspaces_are_those_of_fake_tensors() -> None:
     assert all(map(float.__ge__, real.seconds, real.seconds_until_saved))
 
 
-class Expanded(Chain):
+class Expanded(nn.Module):
     """Hands an expanded tensor on, which has fewer numbers than it shows."""
 
-    def steps(self) -> Steps:
-        return [self.expand, self.add]
-
-    def expand(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x * 2, x[:1].sum().expand(8, 8)
-
-    def add(self, x: Tensor, more: Tensor) -> Tensor:
-        return x + more
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 + x[:1].sum().expand(8, 8)
 
 
 def test_a_state_of_an_expanded_tensor_is_measured() -> None:
     x = torch.rand(8, 8, requires_grad=True)
-    assert costs(Expanded(), x).forward[1] == x.nbytes
+    # the sum, of one number, and what it is added to
+    assert costs(Expanded(), x).forward[-1] == x.itemsize + x.nbytes
 
 
 def test_each_kind_of_kernel_runs_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,16 +78,9 @@ def test_each_kind_of_kernel_runs_once_in_a_process(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kernels, "_known", {})
     monkeypatch.setattr(kernels, "_run_between_marks", lambda spec: runs.append(spec) or real(spec))
 
-    class Many(Chain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(20))
-
-        def steps(self) -> Steps:
-            return [part for layer in self.layers for part in (layer, torch.tanh)]
-
+    layers = [part for _ in range(20) for part in (nn.Linear(6, 6), torch.tanh)]
     for _ in range(2):
-        costs(Many(), torch.rand(3, 6, requires_grad=True))
+        costs(Repeated(*layers), torch.rand(3, 6, requires_grad=True))
     names = [spec.operator for spec in runs]
     assert names.count("aten.tanh.default") == names.count("aten.tanh_backward.default") == 1
     assert names.count("aten.addmm.default") == 1
@@ -125,21 +109,17 @@ def test_views_of_one_storage_share_it_and_others_are_cut_out_of_theirs() -> Non
 
 
 def test_writing_kernels_write_nothing_of_the_model_s() -> None:
-    class Counting(Chain):
+    class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
 
-        def steps(self) -> Steps:
-            return [self.step]
-
-        def step(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor) -> Tensor:
             self.weight.mul_(2)
             return x * self.weight.clone()
 
     model, x = Counting(), torch.rand(4, requires_grad=True)
-    found = Profile(model, outline(model.steps()), (x,))
-    found.kernels()
+    profile(model, x).kernels()
     assert torch.equal(model.weight, torch.ones(4))
 
 
@@ -216,10 +196,10 @@ def test_a_formula_that_raises_leaves_the_time_to_bytes(monkeypatch: pytest.Monk
     kernels.flop_formulas.cache_clear()
     try:
         layer = nn.Sequential(nn.Linear(6, 6))
-        profile = Profile(layer, outline([layer]), (torch.rand(3, 6, requires_grad=True),))
+        made = profile(layer, torch.rand(3, 6, requires_grad=True))
     finally:
         kernels.flop_formulas.cache_clear()
-    found = profile.costs(device_named("a100"))
+    found = made.costs(device_named("a100"))
     assert found.flops == (0,)
     assert found.seconds[0] > DEVICES["a100"].start
 
@@ -248,6 +228,6 @@ def test_a_device_has_one_name_however_it_is_spelled(name: str, known: str) -> N
 
 def test_what_torch_asks_of_a_tensor_is_no_kernel() -> None:
     model, x = Residuals(), images()
-    profile = Profile(model, outline(model.steps_for(x)), (x,))
-    assert None not in profile.specs
-    assert {spec.operator for spec in profile.specs if spec} > {"aten.convolution.default"}
+    specs = profile(model, x).specs
+    assert None not in specs
+    assert {spec.operator for spec in specs if spec} > {"aten.convolution.default"}

@@ -17,7 +17,7 @@ MODEL = {
     "largest_ratio": 0.9,
 }
 WHERE = {"device": "A processor", "threads": 2, "torch": "2", "python": "3", "zoo": "1"}
-PLACE = ["layer1.0.convolve", "layer1.0.conv", "zoo/models/resnet.py:47"]
+PLACE = ["layer1.0.conv", "zoo/models/resnet.py:47"]
 FORWARD = [[0, "forward"], [4, "backward"]]
 AGAIN = [[0, "forward"], [4, "backward"], [6, "recompute"], [8, "backward"]]
 
@@ -33,7 +33,7 @@ def timeline(activations: list[int], phases: list[list[Any]]) -> dict[str, Any]:
         # as they come from a file: by name
         "bytes": {"parameters": [3 * MIB] * len(sizes), "saved activations": sizes},
         "phases": [*phases, [10, "optimizer"]],
-        "places": {"names": [["", "", ""], PLACE], "at": [0, *[1] * (len(sizes) - 1)]},
+        "places": {"names": [["", ""], PLACE], "at": [0, *[1] * (len(sizes) - 1)]},
         "peak": {
             "point": peak,
             "bytes": sizes[peak] + 3 * MIB,
@@ -107,7 +107,7 @@ def comparison(loss: str = "a", name: str = "resnet50", **cells: Any) -> dict[st
         cell["cell"] = cell["cell"] | {"model": MODEL | chosen}
     return {
         "model": MODEL | {"name": name},
-        "baseline": baseline | {"plan": None, "chain": chain, "frontier": frontier()},
+        "baseline": baseline | {"plan": None, "steps": chain, "frontier": frontier()},
         "checkpointed": checkpointed | {"plan": "0 (1-3 (4-5)) 6-7"},
         "optimizer_in_backward": third | {"plan": "0 (1-3 (4-5)) 6-7"},
         "timing": {
@@ -132,7 +132,7 @@ def older(found: dict[str, Any]) -> dict[str, Any]:
 
 def plain(found: dict[str, Any]) -> dict[str, Any]:
     """A comparison whose cells recorded nothing to draw, as older ones did not."""
-    extras = ("timeline", "chain", "frontier", "missing")
+    extras = ("timeline", "steps", "frontier", "missing")
     return {
         kind: {key: value for key, value in part.items() if key not in extras}
         for kind, part in found.items()

@@ -32,7 +32,7 @@ def hostile():
     found = comparison(name=HOSTILE, timing=failed) | {"model": model | {"checkpoint": HOSTILE}}
     for kind in ("baseline", "checkpointed", "optimizer_in_backward"):
         found[kind] |= {"environment": where}
-    found["baseline"]["chain"] |= {"names": [HOSTILE] * len(NAMES)}
+    found["baseline"]["steps"] |= {"names": [HOSTILE] * len(NAMES)}
     return [found]
 
 

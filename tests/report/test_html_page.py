@@ -2,23 +2,22 @@
 
 import base64
 import csv
-import gzip
 import io
 import json
 import re
 import statistics
 from html.parser import HTMLParser
 from itertools import pairwise
-from typing import Any
 from urllib.parse import unquote
+from xml.etree import ElementTree
 
 import pytest
 
 from tests.report.recorded import MIB, PLACE, comparison, older, plain
-from zoo.report.bokeh_charts import interactive
 from zoo.report.charts import CATEGORIES, categories_chart
 from zoo.report.html_page import page
 from zoo.report.rows import Heading, rows
+from zoo.report.svg_charts import HEIGHT, svg
 from zoo.report.text_report import csv_files
 from zoo.units import format_bytes
 
@@ -53,9 +52,17 @@ class Elements(HTMLParser):
         return [(attributes, "".join(text)) for name, attributes, text in self.found if name == tag]
 
 
-def packed(text: str, name: str) -> str:
-    (found,) = re.findall(rf'id="{name}">([^<]*)<', text)
-    return gzip.decompress(base64.b64decode(found)).decode()
+def pictures(text: str) -> dict[str, ElementTree.Element]:
+    """The SVG of each picture by the name of its place."""
+    place = r'<div class="picture" id="([^"]+)"[^>]*>(<svg.*?</svg>)<div'
+    found = re.findall(place, text, re.DOTALL)
+    return {name: ElementTree.fromstring(shapes) for name, shapes in found}
+
+
+def told(picture: ElementTree.Element) -> list[dict[str, str]]:
+    """The lines of each tip of a picture, by what they name."""
+    texts = [title.text or "" for title in picture.iter("title")]
+    return [dict(line.split(": ", 1) for line in text.splitlines()) for text in texts]
 
 
 def files(text: str) -> dict[str, str]:
@@ -65,16 +72,6 @@ def files(text: str) -> dict[str, str]:
             head, _, body = (attributes["href"] or "").partition(",")
             found[name] = base64.b64decode(body).decode() if "base64" in head else unquote(body)
     return found
-
-
-def columns(picture: Any) -> list[dict[str, list[Any]]]:
-    """The columns of every data source of a picture."""
-    if isinstance(picture, dict):
-        own = [dict(picture["entries"])] if picture.get("type") == "map" else []
-        return own + [found for part in picture.values() for found in columns(part)]
-    return (
-        [found for part in picture for found in columns(part)] if isinstance(picture, list) else []
-    )
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +131,7 @@ def test_a_card_headlines_the_whole_step_of_the_last_variant() -> None:
 
 def test_a_page_of_older_results_shows_their_two_variants() -> None:
     text = page([older(comparison())], HEADING)
-    pictures = json.loads(packed(text, "pictures"))
-    assert [name for name in pictures if name.startswith("model-0")] == [
+    assert [*pictures(text)] == [
         *("model-0-memory", "model-0-activations", "model-0-baseline", "model-0-checkpointed"),
         *("model-0-plan", "model-0-frontier"),
     ]
@@ -162,7 +158,7 @@ def test_the_results_and_tables_are_in_the_page(text: str) -> None:
 def test_each_place_has_a_picture_and_each_picture_a_place_a_name_and_a_table(text: str) -> None:
     elements = Elements(text)
     places = [a for a, _ in elements.all("div") if a.get("class") == "picture"]
-    assert [place["id"] for place in places] == list(json.loads(packed(text, "pictures")))
+    assert [place["id"] for place in places] == list(pictures(text))
     assert len(places) == 2 * 7
     assert all(place["aria-label"] and place["role"] == "img" for place in places)
     figures = text.split('<div class="figure"')[1:]
@@ -170,49 +166,50 @@ def test_each_place_has_a_picture_and_each_picture_a_place_a_name_and_a_table(te
 
 
 def test_pictures_show_the_recorded_numbers(text: str) -> None:
-    pictures = json.loads(packed(text, "pictures"))
-    recorded = comparison()["checkpointed"]["timeline"]["bytes"]
-    areas = [c for c in columns(pictures["model-0-checkpointed"]) if "low" in c]
-    assert len(areas) == len(recorded)
-    for area, sizes in zip(areas, recorded.values(), strict=True):
-        drawn = [top - low for low, top in zip(area["low"], area["y"], strict=True)]
-        assert drawn[:-1] == pytest.approx([size / MIB for size in sizes], abs=1e-4)
-    (total,) = (c for c in columns(pictures["model-0-checkpointed"]) if "tip 0" in c)
-    for number, sizes in enumerate(reversed(recorded.values())):
-        assert total[f"tip {number}"][:-1] == [*map(format_bytes, sizes)]
-    curves = [c["y"] for c in columns(pictures["model-0-memory"]) if "low" in c]
-    assert [max(curve) for curve in curves] == [13.0, 8.0, 7.0]
-    spots = [c["x"] for c in columns(pictures["model-0-frontier"]) if "tip 0" in c]
-    assert spots == [[6.0, 8.0, 13.0], [13.0], [6.0], [9.0], [8.0], [13.0], [8.0]]
+    drawn, timeline = pictures(text), comparison()["checkpointed"]["timeline"]
+    tips = told(drawn["model-0-checkpointed"])
+    assert len({tip["event"] for tip in tips}) > 3
+    for tip in tips:
+        event = int(tip["event"])
+        place = min(timeline["points"].index(event) if event in timeline["points"] else 11, 11)
+        sizes = {name: column[place] for name, column in timeline["bytes"].items()}
+        shown = {name: size for name, size in tip.items() if name in CATEGORIES}
+        assert shown == {name: format_bytes(size) for name, size in sizes.items() if size}
+    # of each run, from the lower edge
+    curves = [path for path in drawn["model-0-memory"].iter("path") if path.get("fill") == "none"]
+    downs = [[*map(float, re.findall(r"[V ]([\d.]+)", curve.attrib["d"]))] for curve in curves]
+    highest = [(HEIGHT - min(down)) * 1.16 * 13 / HEIGHT for down in downs]
+    assert highest == pytest.approx([13, 8, 7], abs=0.01)
+    plans = [tip["peak"] for tip in told(drawn["model-0-frontier"])]
+    peaks = 6, 8, 13, 13, 6, 9, 8, 13, 8
+    assert plans == [format_bytes(peak * MIB) for peak in peaks]
 
 
-def test_tips_and_the_table_name_step_module_and_line(text: str) -> None:
-    pictures = json.loads(packed(text, "pictures"))
+def test_tips_and_the_table_name_module_and_line(text: str) -> None:
+    drawn = pictures(text)
     for name in ("baseline", "checkpointed", "optimizer_in_backward"):
-        told = [c for c in columns(pictures[f"model-0-{name}"]) if "tip 0" in c]
-        for column in told:
-            *_, step, module, line = (column[key] for key in sorted(column) if "tip" in key)
-            assert [step[0], module[0], line[0]] == ["—"] * 3
-            assert {*zip(step[1:], module[1:], line[1:], strict=True)} == {tuple(PLACE)}
-    bars = [c for c in columns(pictures["model-0-plan"]) if "tip 3" in c]
-    assert [c["tip 3"] for c in bars] == [
-        ["—", "zoo/models/resnet.py:52", "—"],
-        ["zoo/models/resnet.py:47", "zoo/models/resnet.py:52"] * 2 + ["zoo/models/resnet.py:47"],
+        named = {(tip["module"], tip["line"]) for tip in told(drawn[f"model-0-{name}"])}
+        assert named == {("—", "—"), tuple(PLACE)}
+    lines = [tip["line"] for tip in told(drawn["model-0-plan"]) if "line" in tip]
+    assert lines == [
+        *("—", "zoo/models/resnet.py:52", "—"),
+        *["zoo/models/resnet.py:47", "zoo/models/resnet.py:52"] * 2,
+        "zoo/models/resnet.py:47",
     ]
     assert text.count('<td class="faint break">zoo/models/resnet.py:47</td>') == 2 * 3
     older = comparison()
-    del older["baseline"]["chain"]["lines"]
+    del older["baseline"]["steps"]["lines"]
     for kind in ("baseline", "checkpointed", "optimizer_in_backward"):
         del older[kind]["timeline"]["places"]
-    told = columns(json.loads(packed(page([older], HEADING), "pictures")))
-    assert not any("tip 4" in c for c in told)
+    tips = [tip for picture in pictures(page([older], HEADING)).values() for tip in told(picture)]
+    assert not any("line" in tip or "module" in tip for tip in tips)
 
 
 def test_a_long_chain_is_told_by_blocks() -> None:
     found, count = comparison(), 150
     names = [f"layer1.{block}.{part}" for block in range(count) for part in ("a", "b", "c")]
     blocks = [block for block in range(count) for _ in range(3)]
-    found["baseline"]["chain"] = {"names": names, "blocks": blocks, "saved": [MIB] * 3 * count}
+    found["baseline"]["steps"] = {"names": names, "blocks": blocks, "saved": [MIB] * 3 * count}
     found["checkpointed"]["plan"] = f"(0-2) 3-{3 * count - 1}"
     text = page([found], HEADING)
     assert text.count('<td class="number">2</td>') == 1
@@ -222,18 +219,18 @@ def test_a_long_chain_is_told_by_blocks() -> None:
 
 def test_categories_are_stacked_in_one_order_whatever_that_of_the_file() -> None:
     drawn = comparison()["baseline"]["timeline"]
-    drawn["bytes"] = {name: [1] * 12 for name in sorted(CATEGORIES)}
-    picture = json.dumps(interactive(categories_chart(drawn, 12 * MIB)))
-    names = [name for name in re.findall(r'"name": "([^"]+)"', picture) if name in CATEGORIES]
-    assert names == list(CATEGORIES)
+    drawn["bytes"] = {name: [MIB] * 12 for name in sorted(CATEGORIES)}
+    areas = re.findall(r'z" fill="var\(--([a-z-]+)\)', svg(categories_chart(drawn, 12 * MIB)))
+    assert areas == [name.replace(" ", "-") for name in CATEGORIES]
 
 
 def test_the_plan_is_drawn_as_it_nests(text: str) -> None:
-    found = columns(json.loads(packed(text, "pictures"))["model-0-plan"])
-    kept, recomputed, outer, inner = ([*map(str, c["tip 0"])] for c in found if "left" in c)
-    assert (len(kept), len(recomputed)) == (3, 5)
-    assert recomputed[0] == "layer1.0.convolve"
-    assert (outer, inner) == (["1 to 5"], ["4 to 5"])
+    tips = told(pictures(text)["model-0-plan"])
+    steps = [(tip["step"], tip["is"]) for tip in tips if "step" in tip]
+    assert [state for _, state in steps] == ["kept"] * 3 + ["recomputed"] * 5
+    assert steps[3][0] == "layer1.0.convolve"
+    segments = [(tip["segment of steps"], tip["depth"]) for tip in tips if "depth" in tip]
+    assert segments == [("1 to 5", "1"), ("4 to 5", "2")]
 
 
 def test_the_page_asks_for_nothing_outside_of_it(text: str) -> None:
@@ -262,7 +259,9 @@ def test_headings_descend_and_names_are_there_once(text: str) -> None:
 
 def test_colors_that_pictures_name_are_in_the_style_sheet(text: str) -> None:
     style, _, _ = text.partition("</style>")
-    roles = re.findall(r'"\w+_color","([a-z-]+)"', packed(text, "pictures"))
+    roles = re.findall(
+        r"var\(--([a-z-]+)\)", "".join(re.findall("<svg.*?</svg><div", text, re.DOTALL))
+    )
     variants = {"baseline", "checkpointed", "optimizer-in-backward"}
     assert variants | {"in-recompute", "saved-activations"} <= set(roles)
     assert all(f"--{role}:" in style for role in roles)

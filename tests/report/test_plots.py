@@ -14,8 +14,8 @@ from matplotlib.transforms import Bbox
 from tests.policy.test_plan_report import curve, report
 from zoo.errors import ArgumentError
 from zoo.policy.plan_report import Frontier
-from zoo.report.chain_axis import MOST_STEPS, block_name, chain_axis, fitting, round_numbers
 from zoo.report.matplotlib_charts import place
+from zoo.report.step_axis import MOST_STEPS, block_name, fitting, round_numbers, step_axis
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf"])
@@ -97,7 +97,7 @@ def test_what_is_no_picture_is_refused(
 def test_a_long_chain_stands_block_by_block() -> None:
     for blocks in (5, MOST_STEPS // 4 + 1):
         found = report(blocks)
-        axis = chain_axis(found.names, found.blocks)
+        axis = step_axis(found.names, found.blocks)
         assert len(axis.edges) == len(found.names) + 1
         assert list(axis.edges) == sorted(set(axis.edges))
         assert len(axis.columns) == (len(found.names) if blocks == 5 else blocks + 2)
@@ -115,13 +115,13 @@ def test_a_block_is_named_by_the_path_that_its_steps_share() -> None:
 
 def test_a_part_that_repeats_is_labeled_once() -> None:
     names = ["begin", *["embed", "decode"] * 3, "mean"]
-    labels = chain_axis(names, range(len(names))).stages
+    labels = step_axis(names, range(len(names))).stages
     assert [label.text for label in labels] == ["begin", "embed, decode", "mean"]
     assert (labels[1].start, labels[1].stop) == (1, 7)
 
 
 def test_labels_without_room_are_left_out() -> None:
-    axis = chain_axis(report(40).names, report(40).blocks)
+    axis = step_axis(report(40).names, report(40).blocks)
     assert [label.text for label in round_numbers(axis.numbers, 4)] == list(map(str, range(40)))
     tens = round_numbers(axis.numbers, 30)
     assert [label.text for label in tens] == ["0", "10", "20", "30"]

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from tests.profiling.models import profile as made
 from tests.profiling.test_kernel_costs import Median
 from tests.training import Residuals, images
-from zoo.chain import outline
-from zoo.profiling.chain_profile import Profile
 from zoo.profiling.kernel_costs import KernelCosts
+from zoo.profiling.log_profile import Profile
 from zoo.sizing.size_estimate import SizeEstimates, extrapolated, input_sizes, plan_policy
 
 
 def profile(size: int) -> Profile:
     x = torch.rand(size, requires_grad=True)
-    return Profile(Median(), outline(Median().steps_for(x)), (x,))
+    return made(Median(), x)
 
 
 def test_workspaces_grow_with_the_tensors() -> None:
@@ -32,7 +32,7 @@ def test_workspaces_grow_with_the_tensors() -> None:
     [
         (1, 100.0, [1]),
         (64, 0.01, [1, 64]),
-        (1000, 0.01, [1, 236]),
+        (1000, 0.01, [1, 218]),
         (64, 100.0, [1]),
     ],
 )
@@ -42,7 +42,7 @@ def test_a_size_that_takes_long_is_extrapolated_from_one_that_takes_less(
     sizes: list[int] = []
 
     def kernels(found: Profile) -> Sequence[KernelCosts]:
-        sizes.append(found.found.sizes[0] // images(1, 4, 8).nbytes)
+        sizes.append(found.log.sizes[0] // images(1, 4, 8).nbytes)
         return [KernelCosts(seconds * sizes[-1] / len(found.specs), 0) for _ in found.specs]
 
     monkeypatch.setattr(Profile, "kernels", kernels)

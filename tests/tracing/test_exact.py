@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import zoo
-from tests.engine.pitfalls.program import Counting
 from tests.tracing.models import Net, Reader, Skipper, Tagger, Teacher, UNet
-from tests.training import assert_same, images, train
+from tests.training import Counting, assert_same, images, train
 from zoo.profiling.peak_memory import measure_step, trace
 
 
@@ -144,14 +143,14 @@ class Rows(nn.Module):
 def test_sequentials_in_a_row_are_blocks_where_there_are_no_others() -> None:
     model = check(Rows(), pictures, True)
     assert zoo.plan_of(model).depth() == 1
-    names = zoo.chain_of(Rows(), images()).names
+    names = zoo.steps_of(Rows(), images()).names
     assert [f"rows.{row}.0" in names for row in range(4)] == [True, True, True, False]
 
 
 def test_a_number_that_is_read_out_of_a_tensor_does_not_coarsen_the_plan() -> None:
-    names = zoo.chain_of(Reader(), images()).names
-    assert len(names) == len(zoo.chain_of(Net(), images()).names) + 4
-    assert set(names) >= {"blocks.0.conv", "blocks.3.drop.mul"}
+    names = zoo.steps_of(Reader(), images()).names
+    assert len(names) == len(zoo.steps_of(Net(), images()).names) + 4
+    assert set(names) >= {"blocks.0.conv", "blocks.3.drop"}
 
 
 @pytest.mark.parametrize("rate", [0.5, 1.0, 1e-9])
@@ -198,13 +197,13 @@ def test_layer_drop_may_be_switched_on_later() -> None:
 
 
 def test_a_plan_of_steps_that_were_found_is_exact() -> None:
-    steps = len(zoo.chain_of(Net(), images()).names)
+    steps = len(zoo.steps_of(Net(), images()).names)
     plan = zoo.Plan([0, tuple(range(1, 9)), tuple(range(9, steps))])
     assert zoo.plan_of(check(Net(), pictures, plan)) == plan
 
 
 def test_a_nested_plan_is_exact() -> None:
-    steps = len(zoo.chain_of(Net(), images()).names)
+    steps = len(zoo.steps_of(Net(), images()).names)
     plan = zoo.Plan([0, (1, (2, 3, (4, 5), 6), 7, 8), (9, (10, 11)), *range(12, steps)])
     assert zoo.plan_of(check(Net(), pictures, plan)).depth() == 3
 
@@ -402,16 +401,8 @@ class Positions(nn.Module):
 
 
 @pytest.mark.parametrize("option", [{}, {"memory_budget": "1GiB"}])
-def test_the_steps_of_a_chain_are_measured_under_the_modes_of_the_program(option: Any) -> None:
-    class Net(zoo.Chain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ModuleList([nn.Linear(4, 4), *(Positions() for _ in range(3))])
-
-        def steps(self) -> list[list[nn.Module]]:
-            return [[part] for part in self.parts]
-
+def test_a_step_is_traced_under_the_modes_of_the_program(option: Any) -> None:
     with Doubling():
-        model = zoo.checkpoint(Net(), **option)
-        model(torch.rand(2, 4)).sum().backward()
-    assert model.parts[0].weight.grad is not None
+        parts = nn.Sequential(nn.Linear(4, 4), *(Positions() for _ in range(3)))
+        zoo.checkpoint(parts, **option)(torch.rand(2, 4)).sum().backward()
+    assert parts[0].weight.grad is not None

@@ -19,8 +19,10 @@ import zoo
 from tests.tracing.models import Net
 from tests.training import Residuals, images
 from zoo.engine import saved_tensors
+from zoo.engine.kernel_segments import Conductor
 from zoo.errors import ArgumentError, BudgetError
 from zoo.profiling.peak_memory import trace
+from zoo.tracing import planned_forward
 from zoo.tracing.planned_forward import patched_forward
 
 MIB = 2**20
@@ -124,12 +126,12 @@ def test_the_mode_of_each_module_is_part_of_what_a_plan_is_for() -> None:
     assert plans[0] == plans[-1]
 
 
-@pytest.mark.parametrize("what", ["plan", "chain_of", "verify"])
+@pytest.mark.parametrize("what", ["plan", "steps_of", "verify"])
 def test_what_is_looked_at_in_eval_mode_says_so(what: str, caplog: Any) -> None:
     model, x = Layers(8, 2).eval(), torch.rand(4, 8)
     look = {
         "plan": lambda: zoo.plan(model, x, memory_budget="1GiB"),
-        "chain_of": lambda: zoo.chain_of(model, x),
+        "steps_of": lambda: zoo.steps_of(model, x),
         "verify": lambda: zoo.verify(model, x),
     }
     found = look[what]()
@@ -176,13 +178,17 @@ def test_a_module_without_a_forward_is_refused(module: nn.Module) -> None:
         zoo.checkpoint(module)
 
 
-def test_a_model_that_is_compiled_as_a_whole_says_that_it_is_not(caplog: Any) -> None:
-    model = zoo.checkpoint(Layers(8, 2), "cheap")
-    compiled = torch.compile(model, backend="eager")
+class Sines(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin().sin().sin()
+
+
+def test_a_model_without_blocks_that_is_compiled_says_that_it_is_not(caplog: Any) -> None:
+    compiled = torch.compile(zoo.checkpoint(Sines(), "cheap"), backend="eager")
     for _ in range(2):
-        compiled(torch.rand(512, 8)).sum().backward()
+        compiled(torch.rand(512, 8, requires_grad=True)).sum().backward()
     (said,) = [text for text in caplog.messages if "compiled" in text]
-    assert said.startswith("Layers is compiled as a whole, and runs as it is written")
+    assert said.startswith("Sines has no blocks, and runs uncompiled")
     torch._dynamo.reset()
 
 
@@ -194,15 +200,28 @@ def test_a_model_whose_blocks_are_compiled_says_that_they_are_kept(caplog: Any) 
     assert said.startswith("all blocks of Layers are compiled, and what a compiled block saves is")
 
 
-def test_a_shallow_copy_says_that_it_runs_without_a_plan(caplog: Any) -> None:
-    twin = copy.copy(zoo.checkpoint(Layers(), "cheap"))
+def test_a_shallow_copy_says_that_it_runs_without_a_plan_until_there_is_one(
+    caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts: list[int] = []
+
+    def conductor(known: Any, *hooks: Any) -> Conductor:
+        scripts.append(len(known))
+        return Conductor(known, *hooks)
+
+    monkeypatch.setattr(planned_forward, "Conductor", conductor)
+    model = zoo.checkpoint(Layers(), "cheap")
+    twin = copy.copy(model)
     with torch.no_grad():
         twin(torch.rand(4, 64))
     assert caplog.messages == []
     for _ in range(2):
         twin(torch.rand(4, 64)).sum().backward()
     (said,) = caplog.messages
-    assert said.startswith("a copy of Layers, by copy.copy or nn.DataParallel, runs without its")
+    assert said.startswith("a copy of Layers, by copy.copy or nn.DataParallel, runs block by block")
+    model(torch.rand(4, 64)).sum().backward()
+    twin(torch.rand(4, 64)).sum().backward()
+    assert scripts == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize(

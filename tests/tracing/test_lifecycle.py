@@ -19,10 +19,8 @@ from torch import Tensor, nn
 import zoo
 from tests.tracing.models import Block, Net, Reader
 from tests.training import assert_same, images, train
-from zoo.chain import Outline
 from zoo.errors import ArgumentError
 from zoo.invocation import InputSpec, Invocation
-from zoo.policy.options import runner_for
 from zoo.tracing.planned_forward import patched_forward
 
 
@@ -280,22 +278,17 @@ def test_a_dataclass_within_containers_comes_back() -> None:
     assert zoo.plan_of(model).depth() == 1
 
 
-@pytest.mark.parametrize("kind", ["module", "chain"])
-def test_threads_may_share_a_model(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, runner = zoo.checkpoint(Net(), 2), runner_for(2, None, None)
-    patched, steps = patched_forward(model), Outline((torch.sin, torch.cos), (0, 1))
-    assert runner is not None
+def test_threads_may_share_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    patched = patched_forward(model := zoo.checkpoint(Net(), 2))
     assert patched is not None
+    assert patched.module() is model
 
     def forward(size: int) -> None:
         batch = torch.empty(size, 50 - size)
-        if kind == "chain":
-            runner.plan_for(zoo.Chain(), steps, (batch,))
-        else:
-            patched._traces_for(patched._spec(Invocation((batch,))))
+        patched._traces_for(patched._spec(Invocation((batch,))))
 
     # another thread runs meanwhile
-    for name in ("__hash__", "is_within"):
+    for name in ("__hash__", "growth_over"):
         slow = functools.partialmethod(after_a_pause, getattr(InputSpec, name))
         monkeypatch.setattr(InputSpec, name, slow)
     with ThreadPoolExecutor(8) as threads:
@@ -318,21 +311,21 @@ def test_options_replace_each_other() -> None:
 
 
 def test_what_was_found_is_named_as_in_the_model() -> None:
-    found = zoo.chain_of(Net(blocks=2), images())
-    assert found.names[:3] == ("stem", "blocks.0.conv", "blocks.0.norm blocks.0.relu_")
-    assert "blocks.0.mul" in found.names[5]
-    assert found.blocks == (0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3)
-    assert "13 steps in 4 blocks" in str(found)
+    found = zoo.steps_of(Net(blocks=2), images())
+    assert found.names[:3] == ("stem", "blocks.0.conv", "blocks.0.norm blocks.0.relu")
+    assert "blocks.0.mul" in found.names[4]
+    assert found.blocks == (0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3)
+    assert "11 steps in 4 blocks" in str(found)
 
 
-def test_the_steps_of_a_chain_are_its_own() -> None:
+def test_the_steps_are_those_of_the_plan() -> None:
     model = zoo.gpt2_small(width=8, depth=2, heads=2, vocabulary=9, positions=4, checkpoint=1)
     tokens = torch.zeros(1, 4, dtype=torch.int64)
-    found = zoo.chain_of(model, (tokens.to("meta"), tokens.to("meta")))
+    found = zoo.steps_of(model, (tokens.to("meta"), tokens.to("meta")))
     model(tokens, tokens).backward()
-    assert model.plan is not None
-    assert len(found.names) == len(model.plan.flatten())
-    assert "blocks.0" in found.names[1]
+    assert zoo.plan_of(model) is not None
+    assert len(found.names) == len(zoo.plan_of(model).flatten())
+    assert any(name.startswith("blocks.0") for name in found.names)
 
 
 class Lazy(nn.Sequential):
@@ -343,23 +336,11 @@ class Lazy(nn.Sequential):
         super().__init__(*(nn.Sequential(*row) for row in rows))
 
 
-class LazyChain(zoo.Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = Lazy()
-
-    def steps(self) -> list[Any]:
-        return [self.rows]
-
-
-@pytest.mark.parametrize("build", [Lazy, LazyChain])
 @pytest.mark.parametrize("option", [True, "blocks", "64MiB"])
-def test_parameters_without_a_size_get_it_before_the_plan(
-    build: type[nn.Module], option: Any
-) -> None:
+def test_parameters_without_a_size_get_it_before_the_plan(option: Any) -> None:
     def trained(checkpointed: bool) -> list[Tensor]:
         torch.manual_seed(0)
-        model, x = build(), torch.randn(6, 5)
+        model, x = Lazy(), torch.randn(6, 5)
         if checkpointed:
             bound = {"memory_budget": option} if option == "64MiB" else {"checkpoint": option}
             zoo.checkpoint(model, **bound)

@@ -66,27 +66,20 @@ class Program:
     loss: Callable[[Any], Tensor] = mean_square
     call: Callable[..., Any] | None = None
 
-    def train(self) -> dict[str, Tensor]:
+    def train(self) -> dict[str, Any]:
         """Trains and returns what each step left."""
         torch.manual_seed(1)
         random.seed(1)
         np.random.seed(1)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        record: dict[str, Tensor] = {}
+        record: dict[str, Any] = {}
         for step in range(STEPS):
             self.change(step)
             optimizer.zero_grad()
             inputs = self.inputs()
             loss = self.loss((self.call or self.model)(*inputs))
             loss.backward()
-            record |= {f"{step} loss": loss.detach()}
-            record |= {f"{step} python": torch.tensor(random.random())}
-            record |= everything(self.model, f"{step} ")
-            record |= {
-                f"{step} input {place}": value.grad
-                for place, value in enumerate(inputs)
-                if isinstance(value, Tensor) and value.grad is not None
-            }
+            record |= everything(self.model, f"{step} ", inputs, (), loss)
             optimizer.step()
         return record | everything(self.model, "end ")
 
@@ -118,8 +111,8 @@ def program(build: Callable[[], Program]) -> Callable[[], Program]:
 def all_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every plan be one segment around the whole forward."""
 
-    def whole(operators: Any, boundaries: Any, plan: Any, visits: Any) -> Script:
-        return Script(operators, boundaries, zoo.Plan([tuple(range(len(boundaries)))]), visits)
+    def whole(operators: Any, boundaries: Any, _: Any, *others: Any) -> Script:
+        return Script(operators, boundaries, zoo.Plan([tuple(range(len(boundaries)))]), *others)
 
     monkeypatch.setattr(planned_forward, "Script", whole)
 

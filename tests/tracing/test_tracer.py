@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.pitfalls.program import Counting
 from tests.tracing.runs import MODELS, Deciding, InPlace, traced
+from tests.training import Counting
 from zoo._torch import FakeTensorMode
 from zoo.invocation import Invocation
 from zoo.tracing.tracer import Tracer
@@ -63,11 +63,22 @@ def test_a_graph_pickles() -> None:
 def test_calls_are_names_and_paths() -> None:
     graph = traced(nn.Sequential(nn.Linear(6, 3)), Invocation((torch.rand(4, 6),)))
     transposed, product = graph.calls
-    assert (transposed.verb, transposed.index, transposed.parameters) == ("t", 0, {0})
-    assert (product.verb, product.index, product.parameters) == ("addmm", 1, {1})
+    assert (transposed.verb, transposed.index, transposed.parameters) == ("linear", 0, {0})
+    assert (product.verb, product.index, product.parameters) == ("linear", 1, {1})
     assert product.within == ("", "0")
     assert product.shapes == ((4, 3),)
     assert graph.of_model == 2
+
+
+class Attends(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_attention_is_not_named_by_the_backend_of_a_device() -> None:
+    x = torch.rand(1, 2, 4, 8, requires_grad=True)
+    calls = traced(Attends(), Invocation((x,))).calls
+    assert {call.verb for call in calls} == {"scaled_dot_product_attention"}
 
 
 class Views(nn.Module):

@@ -29,9 +29,8 @@ import torch
 from torch import distributed, nn
 
 from zoo._torch import fake_store
-from zoo.api.checkpoint import steps_of
+from zoo.api.checkpoint import outline_of
 from zoo.api.track import CopiedStep, mean_of
-from zoo.chain import is_hooked
 from zoo.engine.devices import random_state_restored
 from zoo.errors import ArgumentError, BudgetError, OptimizerError, shortened
 from zoo.invocation import (
@@ -43,6 +42,7 @@ from zoo.invocation import (
     nothing_trained,
     title_of,
 )
+from zoo.layers.module_hooks import is_hooked
 from zoo.planner.plan import Plan
 from zoo.policy.budget import (
     Budget,
@@ -50,6 +50,7 @@ from zoo.policy.budget import (
     Overhead,
     check_planner,
     only_in_backward,
+    outputs_held,
     parse_bounds,
 )
 from zoo.policy.plan_report import Frontier, PlanReport, peak_table
@@ -76,7 +77,8 @@ def plan(
     loss: Loss | None = None,
     device: str | None = None,
     optimizer_in_backward: bool = False,
-    holds_outputs: bool = True,
+    accumulates: bool = False,
+    holds_outputs: bool | None = None,
 ) -> PlanReport:
     """Finds the plan of least time whose training step keeps to a budget in bytes.
 
@@ -94,11 +96,9 @@ def plan(
             baseline's time.
         optimizer: whose state is counted: `"adamw"`, `"adam"`, `"sgd"` (with momentum) or `"none"`;
             a class, or a function of the list of parameters; an optimizer of the model's
-            parameters; None counts none. The step is assumed to begin without gradients: where
-            they are accumulated, or zeroed in place, subtract `report.fixed.gradients` from the
-            budget. Called under autocast, it counts the casts of weights that are cached until the
-            forward and the loss are over; where the backward is inside of the region, too, subtract
-            half of `report.fixed.parameters`.
+            parameters; None counts none. Called under autocast, the plan counts the casts of
+            weights that are cached until the forward and the loss are over; where the backward is
+            inside of the region, too, subtract half of `report.fixed.parameters` from the budget.
         loss: where it is outside of the model, so that its bytes count: a function of the model's
             output that knows its targets, `lambda logits: cross_entropy(logits, targets)`, which
             count as inputs; targets that are meta tensors count as zeros. Wherever zoo takes a loss
@@ -109,9 +109,12 @@ def plan(
             report says which device it is for, and warns where its plan trains on another.
         optimizer_in_backward: the step is trained with `zoo.optimizer_in_backward`: gradients are
             counted until each is complete.
+        accumulates: the step begins with gradients, of earlier backwards or zeroed in place: all
+            of them count from the start.
         holds_outputs: a variable of the training loop holds what the model returns until the
-            backward is over, as in `outputs = model(x)`; False for `loss(model(x)).backward()` and
-            the Trainer of transformers, which drops the logits: a sixteenth of a step of GPT-2.
+            backward is over, as in `outputs = model(x)`: True unless `loss` is given, which makes
+            it `loss(model(x)).backward()`. False for the Trainer of transformers, which drops the
+            logits: a sixteenth of a step of GPT-2.
 
     Raises:
         ArgumentError: no module, one that reads numbers which only a real step has, a loss that
@@ -123,7 +126,8 @@ def plan(
     options: Any = {
         "device": device,
         "optimizer_in_backward": optimizer_in_backward,
-        "holds_outputs": holds_outputs,
+        "accumulates": accumulates,
+        "holds_outputs": outputs_held(holds_outputs, loss),
     }
     planner = planner_for(model, inputs, optimizer=optimizer, loss=loss, **options)
     return planner.report(*bounds)
@@ -138,7 +142,8 @@ def frontier(
     loss: Loss | None = None,
     device: str | None = None,
     optimizer_in_backward: bool = False,
-    holds_outputs: bool = True,
+    accumulates: bool = False,
+    holds_outputs: bool | None = None,
 ) -> Frontier:
     """Returns the best plans by rising peak and falling time, then the classic schemes.
 
@@ -149,7 +154,8 @@ def frontier(
     options: Any = {
         "device": device,
         "optimizer_in_backward": optimizer_in_backward,
-        "holds_outputs": holds_outputs,
+        "accumulates": accumulates,
+        "holds_outputs": outputs_held(holds_outputs, loss),
     }
     check_planner()
     return planner_for(model, inputs, optimizer=optimizer, loss=loss, **options).frontier()
@@ -177,8 +183,7 @@ def planner_for(
         torch.enable_grad(),
         shown(title_of(model, tuple(given.tensors))),
     ):
-        found = steps_of(model, given, loss)
-        planner = BudgetPlanner(model, found.outline, found.state, loss=found.loss, **options)
+        planner = BudgetPlanner(model, outline_of(model, given, loss), given.tensors, **options)
         if not planner.profile.is_trained:
             raise ArgumentError(nothing_trained(model))
         return planner.measured() if measured else planner
@@ -430,8 +435,9 @@ def _shard(model: nn.Module) -> None:
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
 
     mesh = init_device_mesh(device_of(model).type, (distributed.get_world_size(),))
-    for path in block_paths(model):
-        fully_shard(model.get_submodule(path), mesh=mesh)
+    for block in map(model.get_submodule, block_paths(model)):
+        if any(True for _ in block.parameters()):
+            fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo._torch import FakeTensorMode
-from zoo.api.checkpoint import checkpoint as put_in_force, steps_of
-from zoo.chain import Chain
+from zoo.api.checkpoint import checkpoint as put_in_force, outline_of
 from zoo.engine.devices import random_state_restored
 from zoo.errors import ArgumentError
 from zoo.invocation import (
@@ -33,7 +32,7 @@ from zoo.invocation import (
 )
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
-from zoo.policy.options import Checkpoint, PlannedRunner, plan_or_option, runner_for
+from zoo.policy.options import Checkpoint, option_for, plan_or_option
 from zoo.profiling.cudnn_recurrent import flattened
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.memory_tracker import Tracker
@@ -43,7 +42,7 @@ from zoo.profiling.progress import each, shown
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.profiling.timeline import Timeline, compare
 from zoo.tracing.isolated_trace import TraceError
-from zoo.tracing.planned_forward import named_steps, runner_of
+from zoo.tracing.planned_forward import named_steps, option_of
 
 # see profiling.source_location
 IS_TRAINING_LOOP = True
@@ -161,13 +160,14 @@ def _decided(
 ) -> Plan | str | None:
     """Decides the plan without running a step; "blocks" where the model cannot be traced."""
     checkpoint = plan_or_option(checkpoint)
-    runner = runner_of(model) if checkpoint is None else runner_for(checkpoint, None, None)
-    if not isinstance(runner, PlannedRunner):
-        return None if runner is None else runner.plan
+    option = option_of(model) if checkpoint is None else option_for(checkpoint, None, None)
+    if option is None:
+        return None
+    on_meta = inputs.map(lambda tensor: tensor.to("meta"))
     try:
         with torch.enable_grad():
-            found = steps_of(model, inputs.map(lambda tensor: tensor.to("meta")))
-            return runner.plan_for(model, found.outline, found.state)  # type: ignore[arg-type]
+            outline = outline_of(model, on_meta, option.step.loss)
+            return option.plan_for(model, outline, on_meta.tensors)
     except TraceError:
         if checkpoint not in (None, True, "blocks"):
             raise
@@ -248,7 +248,7 @@ class CopiedStep:
         with attached, self._modes():
             put_in_force(self.model, False if plan is None else plan, steps=self.names)
             self.model.zero_grad(set_to_none=True)
-            if self.mode is None or (plan is not None and not isinstance(self.model, Chain)):
+            if self.mode is None or plan is not None:
                 self._train()  # it is traced, and makes the state of a real optimizer
             yield
 

@@ -4,7 +4,7 @@ Two copies of a model train side by side from the same random state, one without
 plan, and all state that a step of training leaves is compared bit for bit:
 
     baseline against itself          differs  ->  nothing is compared; `deterministic` may help
-    baseline against checkpointed    differs  ->  the first tensor, and the first step of the model
+    baseline against checkpointed    differs  ->  the first tensor, and the first module
                                      equal    ->  exact
 
 A pair that differs trains once more, up to the step of training in question, whose outputs,
@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo._torch import DisableTorchDispatch
 from zoo.api.checkpoint import checkpoint as put_in_force, plan_of, uncheckpoint
 from zoo.api.track import NO_LOSS, optimizer_of, own_copy, train_step
-from zoo.chain import Chain, Outline, Runner, State, fold, step_names
 from zoo.engine.devices import random_state_restored, read_streams, set_streams
 from zoo.engine.operands import without_fingerprints
 from zoo.engine.replay_check import OTHER_NUMBERS, checking
@@ -34,7 +34,7 @@ from zoo.errors import ArgumentError, RecomputeError
 from zoo.invocation import Invocation, Loss, check_step
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
-from zoo.policy.options import Checkpoint, plan_or_option, runner_for
+from zoo.policy.options import Checkpoint, option_for, plan_or_option
 from zoo.profiling.cudnn_recurrent import flattened
 from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerOption, maker_of
 from zoo.profiling.progress import each, shown
@@ -64,8 +64,7 @@ def verify(
     short trainings of copies take place, two at a time. Under autocast it verifies autocast.
 
     Args:
-        model: in the mode of the training; a plan of its own is ignored, those of modules in it
-            count.
+        model: in the mode of the training; plans of its own, and of modules in it, are ignored.
         inputs: a tensor, a tuple of arguments, a dict of keyword arguments, or a function of the
             number of the training step, from 0 on, that returns one of these. Gradients of those
             that require them are compared.
@@ -94,7 +93,7 @@ def verify(
             "move it with model.to_empty(device=...) and give it weights"
         )
     option = plan_or_option(checkpoint)
-    runner_for(option, None, None)  # refuses a wrong option before anything is trained
+    option_for(option, None, None)  # refuses a wrong option before anything is trained
     make = MOMENTUM if optimizer is None else maker_of(optimizer, model)
     with (
         deterministic_algorithms(deterministic),
@@ -182,7 +181,7 @@ class _Training:
                 "Verify it before its first forward, or detach the tensors that it keeps"
             ) from error
         flattened(self.model)
-        self.streams, self.recorder = streams, _StepRecorder()
+        self.streams, self.recorder = streams, _Recorder()
         self.optimizer = optimizer_of(make, self.model)
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
         if not {p for group in groups for p in group["params"]} <= set(self.model.parameters()):
@@ -265,38 +264,32 @@ def _place(
     return baseline.recorder.place(other.recorder)
 
 
-class _StepRecorder:
-    """Runs a chain as its own runner would and records what each of its steps returned."""
+class _Recorder:
+    """Records what each module of a model returns, and which modules change a buffer.
 
-    runner: Runner | None = None
-    plan: Plan | None = None
-    buffer: str | None = None
-    names: Sequence[str] = ()
+    A module that returns earlier comes first, so that one inside of another comes before it.
+    """
 
     def __init__(self) -> None:
-        # "output" or "gradient", the number of the step, the position among its outputs
+        # "output" or "gradient", the number of the call, the position among its outputs
         self.recorded: dict[tuple[str, int, int], Tensor] = {}
+        self.names: list[str] = []
         self.differing_replays: set[int] = set()
         self.buffer_updates: set[int] = set()
 
     def attach(self, model: nn.Module, buffer: str | None) -> None:
-        """Records from now on what each step of a chain does, and which ones update a buffer."""
-        if isinstance(model, Chain):
-            self.plan = model.plan
-            self.runner, self.buffer, model.runner = model.runner, buffer, self
+        """Records from now on what each module does."""
+        self.model, self.buffer = model, buffer
+        for path, module in model.named_modules():
+            # the hooks of a block run inside of what a plan makes of it
+            before: list[Tensor | None] = []
+            module.register_forward_pre_hook(functools.partial(self._enter, before))
+            module.register_forward_hook(
+                functools.partial(self._leave, path, before), always_call=True
+            )
 
-    def __call__(self, chain: nn.Module, outline: Outline, inputs: State) -> Any:
-        self.names = step_names(chain, outline.steps)
-        steps = tuple(
-            functools.partial(self._run, chain, number, step)
-            for number, step in enumerate(outline.steps)
-        )
-        if self.runner is None:
-            return fold(steps, inputs)
-        return self.runner(chain, dataclasses.replace(outline, steps=steps), inputs)  # type: ignore[arg-type]
-
-    def place(self, other: "_StepRecorder") -> Place | None:
-        """Returns the step of the chain that is to blame for what `other` does differently."""
+    def place(self, other: "_Recorder") -> Place | None:
+        """Returns the module that is to blame for what `other` does differently."""
         if other.names != self.names:
             return None
         differing: dict[str, list[int]] = {"output": [], "gradient": []}
@@ -305,7 +298,7 @@ class _StepRecorder:
             if mine is None or others is None or not same_bits(mine, others):
                 differing[key[0]].append(key[1])
         updates = self.buffer_updates | other.buffer_updates
-        # the last gradient in the chain is the first of the backward
+        # the last gradient in the forward is the first of the backward
         suspects = {
             "whose output differs": min(differing["output"], default=None),
             "whose recomputed output differs": min(other.differing_replays, default=None),
@@ -315,19 +308,28 @@ class _StepRecorder:
         places = (Place(n, self.names[n], what) for what, n in suspects.items() if n is not None)
         return next(places, None)
 
-    def _run(self, chain: nn.Module, number: int, step: Any, *state: Any) -> Any:
-        before = self._buffer_of(chain)
-        value = step(*state)
+    def _enter(self, before: list[Tensor | None], *_: Any) -> None:
+        with DisableTorchDispatch():
+            before.append(self._copy_of_buffer())
+
+    def _leave(
+        self, path: str, before: list[Tensor | None], module: nn.Module, given: Any, value: Any
+    ) -> None:
+        number = len(self.names)
+        self.names.append(path or type(module).__name__)
+        old = before.pop()
+        inputs = tensors_in(given)
         for position, tensor in enumerate(tensors_in(value)):
-            if ("output", number, position) in self.recorded:
-                return value
-            self.recorded["output", number, position] = tensor.detach().clone()
-            if tensor.requires_grad and not any(tensor is given for given in state):
+            # kernels of ours are none of the forward
+            with DisableTorchDispatch():
+                self.recorded["output", number, position] = tensor.detach().clone()
+            if tensor.requires_grad and not any(tensor is one for one in inputs):
                 hook = functools.partial(self._record_gradient, number, position, pack(tensor))
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        if before is not None and not same_bits(before, self._buffer_of(chain)):
-            self.buffer_updates.add(number)
-        return value
+        with DisableTorchDispatch():
+            new = self._copy_of_buffer()
+            if old is not None and new is not None and not same_bits(old, new):
+                self.buffer_updates.add(number)
 
     def _record_gradient(self, number: int, position: int, packed: Any, gradient: Tensor) -> None:
         """Records the gradient of an output, and whether a replay computes that output."""
@@ -337,6 +339,6 @@ class _StepRecorder:
             if not same_bits(unpack(packed), self.recorded["output", number, position]):
                 self.differing_replays.add(number)
 
-    def _buffer_of(self, chain: nn.Module) -> Any:
-        buffers = dict(chain.named_buffers()) if self.buffer is not None else {}
+    def _copy_of_buffer(self) -> Tensor | None:
+        buffers = dict(self.model.named_buffers()) if self.buffer is not None else {}
         return buffers[self.buffer].detach().clone() if self.buffer in buffers else None

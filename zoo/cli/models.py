@@ -9,21 +9,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 import zoo.catalog
-from zoo.api.checkpoint import ModelSteps, steps_of
+from zoo.api.checkpoint import outline_of
 from zoo.catalog import list_models, model_arguments
-from zoo.chain import Chain
 from zoo.cli.model_spec import model_spec, usual_inputs
 from zoo.cli.parser import MODEL, Answer, command
 from zoo.cli.values import shapes, shapes_text
 from zoo.errors import ArgumentError, nearest, shortened
 from zoo.invocation import Invocation
-from zoo.profiling.log_profile import LoggedOutline
+from zoo.profiling.log_profile import Outline
 from zoo.profiling.tensor_spec import tensors_in
-from zoo.report.chain_axis import block_name
 from zoo.report.escaping import markdown_table
+from zoo.report.step_axis import block_name
 from zoo.tracing.isolated_trace import TraceError
 from zoo.units import counted, format_bytes
 
@@ -80,7 +78,7 @@ def run_info(options: argparse.Namespace) -> Answer:
     model = spec.build_on_meta()
     invocation, reason = Invocation.of(spec.inputs_on("meta")), None
     try:
-        parts, noun = _steps(model, steps_of(model, invocation)), "step"
+        parts, noun = _steps(model, outline_of(model, invocation)), "step"
     except TraceError as error:
         parts, noun, reason = _children(model, invocation, error), "module", str(error)
     parameters = list(model.parameters())
@@ -89,7 +87,6 @@ def run_info(options: argparse.Namespace) -> Answer:
     data: dict[str, Any] = {
         "name": spec.name,
         "kind": type(model).__name__,
-        "is_chain": isinstance(model, Chain),
         "inputs": shapes(spec.inputs),
         "parameters": _count(parameters),
         "trained_parameters": _count(p for p in parameters if p.requires_grad),
@@ -100,8 +97,7 @@ def run_info(options: argparse.Namespace) -> Answer:
         "parts": [asdict(part) for part in parts],
     }
     heading = (
-        f"{spec.name}: {'chain' if data['is_chain'] else 'module'} {data['kind']} on "
-        f"{shapes_text(shapes(spec.inputs))}\n"
+        f"{spec.name}: {data['kind']} on {shapes_text(shapes(spec.inputs))}\n"
         f"{_count(parameters):,} parameters ({format_bytes(data['parameter_bytes'])}), "
         f"buffers {format_bytes(data['buffer_bytes'])}, "
         f"{counted(len(parts), noun)} in {counted(len({part.block for part in parts}), 'block')}"
@@ -120,44 +116,9 @@ def run_info(options: argparse.Namespace) -> Answer:
     return Answer("\n\n".join(filter(None, texts)), data)
 
 
-class _UsedParameters(TorchFunctionMode):
-    """Counts the elements of the parameters that torch functions use, each once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[nn.Parameter] = set()
-        self.count = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = tensors_in((args, kwargs or {}))
-        new = {tensor for tensor in tensors if isinstance(tensor, nn.Parameter)} - self.seen
-        self.seen |= new
-        self.count += _count(new)
-        return func(*args, **(kwargs or {}))
-
-
-def _steps(model: nn.Module, found: ModelSteps) -> list[ModelPart]:
-    outline = found.outline
-    if isinstance(outline, LoggedOutline):
-        return _logged(model, outline)
-    used, counted, value = _UsedParameters(), 0, found.state
-    parts = []
-    # a chain runs on the meta device, which is faster than fake tensors
-    with torch.no_grad(), used:
-        for step, name, block in zip(
-            outline.steps, outline.names(model), outline.blocks, strict=True
-        ):
-            value = step(*(value if isinstance(value, tuple) else (value,)))
-            parts.append(ModelPart(name, block, _shapes(value), used.count - counted))
-            counted = used.count
-    return parts
-
-
-def _logged(model: nn.Module, outline: LoggedOutline) -> list[ModelPart]:
+def _steps(model: nn.Module, outline: Outline) -> list[ModelPart]:
     parameters, known, parts = list(model.parameters()), set[int](), []
-    steps = zip(
-        outline.names(model), outline.blocks, outline.shapes, outline.parameters, strict=True
-    )
+    steps = zip(outline.names, outline.blocks, outline.shapes, outline.parameters, strict=True)
     for name, block, outputs, used in steps:
         count = _count(parameters[number] for number in used - known)
         known |= used

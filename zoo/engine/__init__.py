@@ -1,1 +1,1 @@
-"""Runs a chain by a plan, bit for bit."""
+"""Runs a model by a plan, bit for bit."""

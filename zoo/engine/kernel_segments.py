@@ -9,15 +9,18 @@ written; a dispatch mode counts its kernels and opens and closes segments betwee
 
 As long as the operators are those of the script, the plan holds. From the first that is another
 (control flow) until the forward comes to a known place again, each block of the model is a segment
-of its own. What is kept then differs, and never what is computed.
+of its own; so it is to the end of the forward from the first that returns more than its plan has
+room for, whatever decided its size: an argument, an attribute or data. What is kept then differs,
+and never what is computed.
 """
 
 import bisect
 import itertools
+import math
 import operator
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,27 +52,69 @@ from zoo.planner.plan import Item, Plan
 
 # numbers of the segments around a kernel, the outermost first
 Path = tuple[int, ...]
+# operators that return less than this part of the mean do not decide whether a plan has room
+SMALL_PART = 16
 # a block of the model by its path, and for the how-manieth time the forward comes to it
 Visit = tuple[str, int]
 
 
 @dataclass(eq=False)
 class Script:
-    """The operators of a forward in order, and the segments that a plan makes of them."""
+    """The operators of a forward in order, and the segments that a plan makes of them.
 
-    operators: Sequence[Any]  # all that the forward dispatches, views and questions included
-    boundaries: Sequence[int]  # for each step the place of its first operator; the first is 0
-    plan: Plan  # which steps are segments
-    visits: dict[Visit, int]  # where the blocks of the model begin
+    Attributes:
+        operators: all that the forward dispatches, views and questions included.
+        boundaries: for each step the place of its first operator; the first is 0.
+        plan: which steps are segments.
+        visits: where the blocks of the model begin.
+        sizes: bytes that each operator returned.
+        room: how many times as much each may return under this plan.
+    """
+
+    operators: Sequence[Any]
+    boundaries: Sequence[int]
+    plan: Plan
+    visits: dict[Visit, int]
+    sizes: Sequence[int] = ()
+    room: float = math.inf
 
     def __post_init__(self) -> None:
+        sizes = self.sizes or [0] * len(self.operators)
+        least = max(1, sum(sizes) // (SMALL_PART * max(1, len(sizes))))
+        self.limits = [self.room * max(size, least) for size in sizes]
+        self.total = sum(self.limits)
         # the segments around each step, by the place of its first operator
         paths = _paths(self.plan, (), itertools.count())
         self.turns = dict(zip(self.boundaries, paths, strict=False))
 
+    def serves(self, operators: Sequence[Any], sizes: Mapping[int, int]) -> bool:
+        """Returns whether a forward may go by the plan that began with these operators.
+
+        `sizes` has bytes that they returned, by their places.
+        """
+        count = len(operators)
+        return [*self.operators[:count]] == [*operators] and all(
+            size <= self.limits[place] for place, size in sizes.items() if place < count
+        )
+
     def path_at(self, place: int) -> Path:
         """Returns the segments around an operator."""
         return self.turns[self.boundaries[bisect.bisect_right(self.boundaries, place) - 1]]
+
+
+def fastest(
+    scripts: Iterable[Script], operators: Sequence[Any], sizes: Mapping[int, int]
+) -> Script | None:
+    """Returns the script of least room that serves a forward; None if none does."""
+    by_room = sorted(scripts, key=lambda script: script.total)
+    return next((script for script in by_room if script.serves(operators, sizes)), None)
+
+
+def bytes_returned(result: Any) -> int:
+    """Returns the bytes of the tensors that an operator returned."""
+    if isinstance(result, Tensor):
+        return result.numel() * result.itemsize
+    return sum(map(bytes_returned, result)) if isinstance(result, tuple | list) else 0
 
 
 def _paths(items: Sequence[Item], around: Path, numbers: Iterator[int]) -> Iterator[Path]:
@@ -84,11 +129,13 @@ def _paths(items: Sequence[Item], around: Path, numbers: Iterator[int]) -> Itera
 class Conductor(Recorder):  # type: ignore[no-untyped-call]
     """Opens and closes segments between the kernels of one forward.
 
-    It goes by the first of some scripts until the operators are those of another.
+    It goes by the first of some scripts until the operators, or their sizes, are those of another.
 
     Attributes:
         synchronized: whether the operators so far are those of the script.
         lost: whether they ever were not.
+        outgrown: whether an operator returned more than the script has room for.
+        sizes: bytes that operators returned, by their places, where a script limits them.
         operators: those that came, where there is no script.
         visits: the places at which blocks of the model began.
         hooks: for tensors that autograd saves: those of the engine, or others around them.
@@ -100,6 +147,8 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         self.scripts = scripts
         self.script = scripts[0] if scripts else None
         self.synchronized, self.lost = bool(scripts), not scripts
+        self.outgrown, self.sizes = False, dict[int, int]()
+        self._is_limited = any(script.room < math.inf for script in scripts)
         self.operators: list[Any] = []
         self.visits: dict[Visit, int] = {}
         # the next operator, the segments around the one before, and the blocks that run
@@ -119,9 +168,12 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         if is_look or thread.replaying or not all(map(has_own_storage, types)):
             return super().__torch_dispatch__(func, types, args, kwargs)
         # what one forward does and the next does not is in no script
-        if not makes_dropout_state(func, args, kwargs):
+        is_counted = not makes_dropout_state(func, args, kwargs)
+        if is_counted:
             self._advance(func)
         out = super().__torch_dispatch__(func, types, args, kwargs)
+        if is_counted and self._is_limited and self.synchronized:
+            self._measure(out)
         if thread.conductor is self:
             self._sequence = sequence_number()
         return out
@@ -157,20 +209,28 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         if script is None:
             self.operators.append(func)
         elif self.synchronized:
-            if place >= len(script.operators) or script.operators[place] is not func:
-                self._stray(script.operators[:place], func)
+            is_other = place >= len(script.operators) or script.operators[place] is not func
+            if is_other or self.outgrown:
+                self._stray([*script.operators[:place], func])
             elif place in script.turns:
                 self._turn(script.turns[place])
         if self._waiting is not None:
             self._turn(*self._waiting)
 
-    def _stray(self, before: Sequence[Any], func: Any) -> None:
-        """Goes on by another script of the same beginning; where there is none, by blocks."""
-        for script in self.scripts:
-            if [*script.operators[: self.place]] == [*before, func]:
-                self.script = script
-                self._turn(script.path_at(self.place - 1), fresh=True)
-                return
+    def _measure(self, result: Any) -> None:
+        """Notes what an operator returned; from the next one on a script with room is needed."""
+        place = self.place - 1
+        self.sizes[place] = size = bytes_returned(result)
+        if self.script is not None and size > self.script.limits[place]:
+            self.outgrown = True
+
+    def _stray(self, operators: Sequence[Any]) -> None:
+        """Goes on by another script that serves these operators; where there is none, by blocks."""
+        script = fastest(self.scripts, operators, self.sizes)
+        if script is not None:
+            self.script, self.outgrown = script, False
+            self._turn(script.path_at(self.place - 1), fresh=True)
+            return
         self.synchronized, self.lost = False, True
         self._turn((-1,) if self.depth else ())
 
@@ -183,7 +243,8 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
             self.visits[visit] = self.place
         else:
             known = self.script.visits.get(visit)
-            if known is not None and (known != self.place or not self.synchronized):
+            is_elsewhere = known != self.place or not self.synchronized
+            if known is not None and is_elsewhere and not self.outgrown:
                 self.place, self.synchronized = known, True
                 self._turn(self.script.path_at(known), fresh=True)
         if not self.synchronized:

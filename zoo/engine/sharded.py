@@ -1,4 +1,4 @@
-"""Parameters that FSDP2 has sharded: gathered again for a replay, or fake ones of the whole size.
+"""Parameters that FSDP2 has sharded, gathered again for a replay.
 
     forward    whole parameters from the shards, kernels, storage freed
     replay     whole parameters from the shards, kernels again, storage freed
@@ -7,21 +7,14 @@
 They lie in the same storage each time. Mostly FSDP2's own hook has gathered them when a backward
 opens a segment. It has not where the segment goes beyond the sharded module and the backward begins
 behind that. The older FullyShardedDataParallel makes other tensors each time; theirs are kept.
-
-Where no hooks run, as while a step is planned, fake tensors of the whole size take the place of the
-shards. Tensor-parallel parameters stay spread while a module computes with them, so nothing can
-take their place.
 """
 
-import copy
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from zoo._torch import STATE_OF_FSDP, FakeTensorMode
 from zoo.engine.recording import storage_of
 
 
@@ -71,29 +64,3 @@ def sharded_modules(model: nn.Module) -> list[nn.Module]:
     """Returns the modules that FSDP2 manages."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return [part for part in model.modules() if fsdp and isinstance(part, fsdp.FSDPModule)]
-
-
-def copy_sharded(model: nn.Module, known: dict[int, Any]) -> None:
-    """Copies the modules that FSDP2 manages into the memo of a deep copy, which they refuse.
-
-    The copies are of the classes that the modules had before, and without what FSDP2 knows of them.
-    """
-    modules = sharded_modules(model)
-    for module in modules:
-        known[id(module)] = object.__new__(type(module).__bases__[-1])
-    for module in modules:
-        own = {k: value for k, value in vars(module).items() if not k.startswith(STATE_OF_FSDP)}
-        vars(known[id(module)]).update(copy.deepcopy(own, known))
-
-
-def whole_parameters(model: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
-    """Makes a fake tensor of the whole size for each shard of FSDP2's, by the id of the shard."""
-    found: dict[int, Tensor] = {}
-    for module in sharded_modules(model):
-        for shard in module.parameters():
-            # FSDP2 spreads along one axis of processes alone
-            if id(shard) not in found and is_spread(shard) and shard.device_mesh.ndim == 1:  # type: ignore[attr-defined]
-                with mode:
-                    whole = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
-                found[id(shard)] = nn.Parameter(whole, shard.requires_grad)
-    return found

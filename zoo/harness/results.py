@@ -63,7 +63,7 @@ HOLDER = _mapping(
 )
 TIMELINE = _mapping(
     # the latest allocation at each point: indices into a list of [step, module, line]
-    {"places": _mapping(names=list[tuple[str, str, str]], at=list[Bytes])},
+    {"places": _mapping(names=list[tuple[str, str]], at=list[Bytes])},
     length=Count,
     points=list[Bytes],
     # the allocator's bytes less the tensors' may be negative
@@ -72,7 +72,7 @@ TIMELINE = _mapping(
     peak=_mapping(point=Bytes, bytes=Bytes, phase=str, categories=dict[str, Difference]),
     holders=list[HOLDER],  # type: ignore[valid-type]
 )
-CHAIN = _mapping(
+STEPS = _mapping(
     {"lines": dict[str, list[Bytes]]}, names=list[str], blocks=list[Bytes], saved=list[Difference]
 )
 OPTIONAL = {
@@ -94,7 +94,7 @@ OPTIONAL = {
     ),
     "missing": dict[str, str],
     "timeline": TIMELINE,
-    "chain": CHAIN,
+    "steps": STEPS,
     "frontier": _mapping(
         optimal=list[Plot], schemes=dict[str, Plot], baseline=Bytes, lower_bound=Bytes
     ),
@@ -187,9 +187,9 @@ def _check(record: Any) -> None:
     numbers: dict[str, tuple[Any, Any]] = {}
     if record.step_seconds:
         lists["step_seconds"] = [found for found in vars(record.step_seconds).values() if found]
-    if chain := record.chain:
-        lists["chain"] = [chain.names, chain.blocks, chain.saved]
-        numbers["chain.lines"] = (chain.lines or {}).values(), chain.names
+    if steps := record.steps:
+        lists["steps"] = [steps.names, steps.blocks, steps.saved]
+        numbers["steps.lines"] = (steps.lines or {}).values(), steps.names
     if timeline := record.timeline:
         lists["timeline"] = [timeline.points, *timeline.bytes.values()]
         if places := timeline.places:

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo.api.checkpoint import uncheckpoint
 from zoo.catalog import create
 from zoo.engine.devices import read_streams
 from zoo.harness.comparison_cells import Cell, Kind
@@ -30,7 +31,8 @@ from zoo.harness.data import Batch
 from zoo.harness.optimizers import OPTIMIZERS
 from zoo.optimizer.in_backward import FreedGradient, OptimizerInBackward, optimizer_in_backward
 from zoo.planner.plan import Plan
-from zoo.policy.options import runner_for
+from zoo.policy.options import Option
+from zoo.tracing.planned_forward import PatchedForward, patched_forward
 from zoo.verification.state_comparison import bits
 
 # see profiling.source_location: lines of this file are not the model's
@@ -45,23 +47,26 @@ class Training:
 
     def __init__(self, cell: Cell) -> None:
         torch.manual_seed(cell.seed)
-        chain = create(cell.model.name, checkpoint=cell.checkpoint, **cell.model.arguments)
-        self.model: Any = chain.to(cell.device).train()
+        model = create(cell.model.name, checkpoint=cell.checkpoint, **cell.model.arguments)
+        self.model: Any = model.to(cell.device).train()
         self.optimizer = OPTIMIZERS[cell.model.optimizer](self.model.parameters())
         half = cell.dtype == "bfloat16"
         self.autocast = torch.autocast(cell.device, torch.bfloat16, enabled=half)
         self._data, self._state = cell.model.data, None
-        own = in_backward = self.model.runner
+        own = in_backward = patched_forward(self.model)
         if cell.plan_in_backward is not None:
-            in_backward = runner_for(Plan.parse(cell.plan_in_backward), None, None)
-        self._runners = {"checkpointed": own, "optimizer_in_backward": in_backward}
+            option = Option(Plan.parse(cell.plan_in_backward))
+            in_backward = PatchedForward(self.model, option, None)
+        self._patches = {"checkpointed": own, "optimizer_in_backward": in_backward}
         self._handle: OptimizerInBackward | None = None
 
     def switch(self, variant: Kind) -> None:
         """Switches to a variant: with or without the plan, with the optimizer in the backward."""
         if self._handle is not None:
             self._handle.remove()
-        self.model.runner = self._runners.get(variant)
+        uncheckpoint(self.model)
+        if (patch := self._patches.get(variant)) is not None:
+            patch.install()
         in_backward = variant == "optimizer_in_backward"
         self._handle = optimizer_in_backward(self.model, self.optimizer) if in_backward else None
 

@@ -4,6 +4,7 @@ So one cell's allocator, caches and crash do not affect the next. A Python excep
 `processes`, which starts the process, handles every other end.
 """
 
+import contextlib
 import gc
 import os
 import time
@@ -14,17 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.api.checkpoint import outline_of, plan_of
 from zoo.api.plan import planner_for
 from zoo.api.track import track
 from zoo.catalog import create
 from zoo.engine.devices import synchronize
+from zoo.engine.recording import KernelMode
 from zoo.errors import ZooError, in_a_line
 from zoo.harness.comparison_cells import Cell, Kind
 from zoo.harness.data import Batch, batches
 from zoo.harness.environment import environment
 from zoo.harness.processes import limited
 from zoo.harness.training import Training, step_digests
-from zoo.invocation import Invocation, capture_first_state
+from zoo.invocation import Invocation
 from zoo.planner.plan import Plan, thinned
 from zoo.planner.schemes import segments
 from zoo.profiling.peak_memory import measure_step
@@ -40,7 +43,7 @@ PLANS = 64
 def details(training: Training, cell: Cell, batch: Batch, timeline: Timeline) -> Result:
     """Returns a report's data of a trained model; `timeline` is that of one of its steps.
 
-    For a baseline this includes the chain and, if wanted, its frontier; one that is trained again
+    For a baseline this includes the steps and, if wanted, its frontier; one that is trained again
     is compared and not drawn. A part that fails does not fail the cell; the reason is under
     "missing".
     """
@@ -48,7 +51,7 @@ def details(training: Training, cell: Cell, batch: Batch, timeline: Timeline) ->
         return {}
     readers: dict[str, Callable[[], Result]] = {
         "timeline": lambda: {"timeline": timeline.summary()},
-        "chain": lambda: _chain(training, cell, batch, timeline) if cell.kind == "baseline" else {},
+        "steps": lambda: _steps(training, cell, batch) if cell.kind == "baseline" else {},
     }
     drawn: Result = {"missing": {}}
     for name, read in readers.items():
@@ -101,9 +104,10 @@ def _measure(cell: Cell, also: Also) -> Result:
     with track(model, optimizer=optimizer, inputs=inputs, allocator=on_cpu) as timeline:
         training.step(last)
     tensors = {name: getattr(timeline, name) for name in ("tensor_peak", "tensor_activation_peak")}
+    plan = plan_of(model)
     result = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "plan": None if model.plan is None else model.plan.text(),
+        "plan": None if plan is None else plan.text(),
         "digests": [*digests, step_digests(model, losses[0])],
         "memory": asdict(memory) | tensors,
     }
@@ -116,28 +120,25 @@ def _measure(cell: Cell, also: Also) -> Result:
     return result | also(training, cell, last, timeline)
 
 
-def _chain(training: Training, cell: Cell, batch: Batch, timeline: Timeline) -> Result:
-    """Returns the chain of a baseline, and its frontier if that is wanted."""
+def _steps(training: Training, cell: Cell, batch: Batch) -> Result:
+    """Returns the steps of a baseline, and its frontier if that is wanted."""
     optimizer = training.optimizer
     optimizer.zero_grad(set_to_none=True)
     with training.autocast:
         planner = planner_for(
             training.model,
-            batch.arguments(cell.model.data),
+            training.arguments(batch),
             optimizer=lambda parameters: type(optimizer)(parameters, **optimizer.defaults),
             loss=training.outer_loss(batch),
             # without a frontier no times are needed: any device's rates will do, and nothing runs
             device=None if cell.frontier else "small-cpu",
         )
         steps = slice(planner.steps)
-        # the line of the first allocation of each step
-        first = {a.step: a.line for a in reversed(timeline.allocations) if a.phase == "forward"}
         lines: dict[str, list[int]] = {}
-        for number, name in enumerate(planner.names):
-            if line := first.get(name):
-                lines.setdefault(line, []).append(number)
+        for number, line in enumerate(planner.outline.lines):
+            lines.setdefault(line, []).append(number)
         found: Result = {
-            "chain": {
+            "steps": {
                 "names": planner.names,
                 "blocks": planner.costs.blocks[steps],
                 "saved": planner.costs.newly_saved()[steps],
@@ -203,7 +204,7 @@ def first_fault(cells: Sequence[Cell]) -> Result:
 def _build(cell: Cell) -> None:
     """Builds a model, lets it check inputs of a batch's shape, and checks its plan."""
     with torch.device("meta"):
-        chain = create(cell.model.name, **cell.model.arguments)
+        model = create(cell.model.name, **cell.model.arguments)
     # only one sample is made of images and volumes
     is_text = cell.model.data in ("text", "stream")
     made = cell.model if is_text else replace(cell.model, batch_size=1)
@@ -211,10 +212,22 @@ def _build(cell: Cell) -> None:
     if not is_text:
         tensors = (batch.inputs, batch.targets)
         batch = Batch(*(tensor.repeat_interleave(cell.model.batch_size, 0) for tensor in tensors))
-    # a chain checks inputs before its first step; its whole forward, which takes seconds for a
-    # thousand layers even on meta tensors, would find nothing more
-    outline, _ = capture_first_state(chain, Invocation(batch.arguments(cell.model.data)))
+    given = Invocation(batch.arguments(cell.model.data))
     if isinstance(cell.checkpoint, Plan):
-        cell.checkpoint.check(len(outline.steps))
+        cell.checkpoint.check(len(outline_of(model, given)))
     elif type(cell.checkpoint) is int:
-        segments(outline.blocks, cell.checkpoint)
+        segments(outline_of(model, given).blocks, cell.checkpoint)
+    else:
+        # a model checks inputs before its first kernel; the whole forward, which takes seconds for
+        # a thousand layers even on meta tensors, would find nothing more
+        with contextlib.suppress(_FirstKernel), _StopsAtKernel():  # type: ignore[no-untyped-call]
+            given.on(model)
+
+
+class _FirstKernel(BaseException):
+    """Ends a forward at its first kernel."""
+
+
+class _StopsAtKernel(KernelMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, *_: Any) -> Any:
+        raise _FirstKernel

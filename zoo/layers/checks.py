@@ -53,7 +53,8 @@ def check_norm(model: str, images: Tensor, norm: Any, stride: int, halvings: int
     """
     if not isinstance(norm, nn.BatchNorm2d | nn.BatchNorm3d | nn.InstanceNorm3d):
         return
-    values = prod(ceil(size / stride) >> halvings for size in images.shape[2:])
+    # a list, since torch.compile takes no generator here
+    values = prod([ceil(size / stride) >> halvings for size in images.shape[2:]])
     values *= 1 if isinstance(norm, nn.InstanceNorm3d) else len(images)
     if values == 1 and (norm.training or not norm.track_running_stats):
         raise InputError(

@@ -1,19 +1,19 @@
-"""Chunked cross entropy: a language model's decoder and loss as steps, one per chunk of tokens.
+"""Chunked cross entropy: a language model's decoder and loss, a chunk of tokens at a time.
 
 The logits (tokens x vocabulary) are by far the largest tensor of a language model: GPT-2's 1024
-tokens x 50257 are 196 MiB a sample. A plan that recomputes each chunk's step holds the logits of
-one chunk at a time, with the baseline's gradients bit for bit.
+tokens x 50257 are 196 MiB a sample. A plan that recomputes each chunk's logits holds those of one
+chunk at a time, with the baseline's gradients bit for bit.
 
-    state after    tensors, and behind them the rest
-    split          total count | hidden targets | hidden targets | ...
-    add_loss       total count | hidden targets | ...
-    mean           loss
+    total = 0
+    for each chunk of tokens
+        total = total + loss(decoder(hidden), targets)
+    loss  = total / count
 
 - "plain" is `F.cross_entropy`: three buffers of a chunk's size at once, for the logits and the
   gradients of their logarithms and their own;
 - "inplace" has the same bits in one buffer. Only the logits are saved; the backward recomputes the
   logarithms, a few rows at a time, by torch's own kernels and writes the gradient over the logits;
-- "fused" is one step, which decodes all chunks, computes their gradients at once and saves no
+- "fused" is one function, which decodes all chunks, computes their gradients at once and saves no
   logits. Equal up to rounding, since gradients are summed before they are scaled. It is like torch
   2.13's `F.linear_cross_entropy`, but a weight's gradient is that of `SharedWeight`.
 """
@@ -22,7 +22,6 @@ import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from math import ceil
 from typing import Any, cast
 
@@ -31,8 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo._torch import FakeTensor
-from zoo.chain import Steps
 from zoo.errors import ArgumentError
+from zoo.layers.apply import Apply
 from zoo.layers.checks import IGNORED
 from zoo.layers.weight_sharing import (
     SharedWeight,
@@ -53,38 +52,38 @@ PARTS = 8
 SUM = 2  # `reduction="sum"`, as the operators of torch count
 
 
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
 @dataclass(frozen=True)
 class Head:
-    """The steps hidden (..., C), targets (...) -> mean loss (); targets of -100 are ignored.
+    """The `loss` of one forward: hidden (tokens, C), targets (tokens) -> their summed loss ().
 
-    `loss` maps hidden (tokens, C), targets (tokens) to their summed loss (). Each `chunk_tokens`
-    are a step; None is one step for all. With one chunk the loss is that of `F.cross_entropy` bit
-    for bit. Tensors behind these in the state are handed on.
+    It takes `chunk_tokens` at a time; None is all of them.
     """
 
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Loss
     chunk_tokens: int | None
 
-    def steps(self, tokens: int) -> Steps:
-        """Lists split, add_loss for each chunk, mean, for so many targets."""
-        chunks = ceil(tokens / (self.chunk_tokens or tokens))
-        return [self.split, *[self.add_loss] * chunks, self.mean]
 
-    def split(self, hidden: Any, targets: Any, *rest: Any) -> tuple[Any, ...]:
-        """Hidden (..., C), targets (...), rest -> total, count, chunks in pairs, rest."""
-        size = self.chunk_tokens or targets.numel()
-        chunks = zip(hidden.flatten(0, -2).split(size), targets.flatten().split(size), strict=True)
-        count = (targets != IGNORED).sum()
-        return (hidden.new_zeros(()), count, *chain.from_iterable(chunks), *rest)
+class ChunkedLoss(nn.Module):
+    """Adds losses to a total (), a chunk at a time: hidden (..., C), targets (...) -> total ().
 
-    def add_loss(self, total: Any, count: Any, hidden: Any, targets: Any, *rest: Any) -> Any:
-        """Total, count, hidden (chunk, C), targets, rest -> total, count, rest."""
-        return (total + self.loss(hidden, targets), count, *rest)
+    Targets of -100 are ignored. With one chunk, the total by their count is `F.cross_entropy` bit
+    for bit.
+    """
 
-    def mean(self, total: Tensor, count: Tensor, *rest: Any) -> Any:
-        """Total (), count (), rest -> loss (), rest; nan when every target is ignored."""
-        loss = total / count
-        return (loss, *rest) if rest else loss
+    def __init__(self) -> None:
+        super().__init__()
+        self.chunk = Apply()
+
+    def forward(self, total: Tensor, head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Adds the losses of the chunks in order."""
+        size = head.chunk_tokens or targets.numel()
+        rows = hidden.flatten(0, -2), targets.flatten()
+        for part, wanted in zip(*(torch.split(tensor, size) for tensor in rows), strict=True):
+            total = total + self.chunk(head.loss, part, wanted)
+        return total
 
 
 def choose_chunk_tokens(tokens: int, width: int, vocabulary: int) -> int:

@@ -1,18 +1,16 @@
-"""The transformer block as a chain (Vaswani et al. 2017, arXiv:1706.03762; normalization first).
+"""The transformer block (Vaswani et al. 2017, arXiv:1706.03762; normalization first).
 
-`torch.nn.TransformerEncoderLayer` is one call, with names unlike any published weights. This block
-offers its parts as steps, under timm's names. It has no cross attention, no mask but the causal one
-and no cache of keys and values.
+`torch.nn.TransformerEncoderLayer` has parameter names unlike any published weights; this block has
+timm's. It has no cross attention, no mask but the causal one and no cache of keys and values.
 """
 
 import math
-from typing import Any
+from typing import cast
 
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from zoo.chain import Chain, Steps
 from zoo.errors import ArgumentError, shortened
 from zoo.layers.checks import check_arguments, check_choice
 from zoo.layers.drop_path import DropPath
@@ -20,15 +18,14 @@ from zoo.layers.drop_path import DropPath
 ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
-class TransformerBlock(Chain):
+class TransformerBlock(nn.Module):
     """Attention and a two-layer perceptron, each behind a norm: (N, T, C) -> (N, T, C).
 
     `width` is C, `heads` divides it, the perceptron is `mlp_ratio` times as wide. `causal` lets a
     token see itself and those before it. `attention_drop_rate` drops attention weights, `drop_rate`
     what each branch adds, `drop_path_rate` whole samples of a branch. `activation` is "gelu" or its
-    tanh form "gelu_tanh". Each step hands on the rest of its state, so the block fits into any
-    chain. Outputs and gradients are those of timm's `Block(qkv_bias=True)` bit for bit, but nothing
-    is dropped after the activation, as in GPT-2.
+    tanh form "gelu_tanh". Outputs and gradients are those of timm's `Block(qkv_bias=True)` bit for
+    bit, but nothing is dropped after the activation, as in GPT-2.
 
     Raises:
         ArgumentError: heads that do not divide the width, an unknown activation, a rate outside
@@ -75,35 +72,24 @@ class TransformerBlock(Chain):
         self.drop = nn.Dropout(drop_rate)
         self.drop_path = DropPath(drop_path_rate) if drop_path_rate else nn.Identity()
 
-    def steps(self) -> Steps:
-        """Lists project, attend, merge, widen, narrow."""
-        return [self.project, self.attend, self.merge, self.widen, self.narrow]
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds attention, then the perceptron: (N, T, C) -> (N, T, C)."""
+        x = x + self.drop_path(self.drop(self.attention(x)))
+        return cast(Tensor, x + self.drop_path(self.drop(self.perceptron(x))))
 
-    def project(self, x: Tensor, *rest: Any) -> Any:
-        """x (N, T, C) -> x, qkv (N, T, 3C)."""
-        return x, self.attn["qkv"](self.norm1(x)), *rest
+    def attention(self, x: Tensor) -> Tensor:
+        """Lets each token read from others: (N, T, C) -> (N, T, C)."""
+        return cast(Tensor, self.attn["proj"](self.mix(self.attn["qkv"](self.norm1(x)))))
 
-    def attend(self, x: Tensor, qkv: Tensor, *rest: Any) -> Any:
-        """x, qkv (N, T, 3C) -> x, mixed (N, T, C)."""
+    def perceptron(self, x: Tensor) -> Tensor:
+        """Widens each token, activates it and narrows it: (N, T, C) -> (N, T, C)."""
+        return cast(Tensor, self.mlp["fc2"](self.mlp["act"](self.mlp["fc1"](self.norm2(x)))))
+
+    def mix(self, qkv: Tensor) -> Tensor:
+        """Queries, keys and values (N, T, 3C) -> the values that each token reads (N, T, C)."""
         query, key, value = rearrange(qkv, "n t (qkv h c) -> qkv n h t c", qkv=3, h=self.heads)
         drop_rate = self.attention_drop_rate if self.training else 0.0
         mixed = F.scaled_dot_product_attention(
             query, key, value, dropout_p=drop_rate, is_causal=self.causal
         )
-        return x, rearrange(mixed, "n h t c -> n t (h c)"), *rest
-
-    def merge(self, x: Tensor, mixed: Tensor, *rest: Any) -> Any:
-        """x, mixed (N, T, C) -> x (N, T, C)."""
-        return _state(x + self.drop_path(self.drop(self.attn["proj"](mixed))), rest)
-
-    def widen(self, x: Tensor, *rest: Any) -> Any:
-        """x (N, T, C) -> x, hidden (N, T, mlp_ratio C)."""
-        return x, self.mlp["fc1"](self.norm2(x)), *rest
-
-    def narrow(self, x: Tensor, hidden: Tensor, *rest: Any) -> Any:
-        """x, hidden (N, T, mlp_ratio C) -> x (N, T, C)."""
-        return _state(x + self.drop_path(self.drop(self.mlp["fc2"](self.mlp["act"](hidden)))), rest)
-
-
-def _state(x: Tensor, rest: tuple[Any, ...]) -> Any:
-    return (x, *rest) if rest else x
+        return rearrange(mixed, "n h t c -> n t (h c)")

@@ -34,7 +34,7 @@ from zoo._torch import (
     is_tracing,
     will_run,
 )
-from zoo.chain import GLOBAL_HOOKS, is_hooked
+from zoo.layers.module_hooks import GLOBAL_HOOKS, is_hooked
 
 # the id of the current backward where autograd's engine runs none: the planner does, once
 NO_ENGINE = -1

@@ -1,9 +1,10 @@
-"""Densely connected networks (Huang et al. 2016, arXiv:1608.06993) as chains.
+"""Densely connected networks (Huang et al. 2016, arXiv:1608.06993).
 
 Every layer reads all features before it in the block, and autograd saves each concatenation of
-them: memory grows with the square of the depth. Here the state is the tuple of features, so that a
-segment saves only these and recomputes the concatenation, which torchvision's layers hide.
-Parameter names, initialization draw by draw, outputs and gradients are torchvision's.
+them: memory grows with the square of the depth. Concatenation, norm and activation are cheap to
+compute twice (Pleiss et al. 2017, arXiv:1707.06990), which a plan finds among the kernels; nothing
+here switches it on. Parameter names, initialization draw by draw, outputs and gradients are
+torchvision's.
 
 All networks are DenseNet-BC: bottlenecks of 4 growth_rate channels, transitions that halve the
 channels, 2 growth_rate channels at the start. densenet100 and densenet190 are the paper's for
@@ -12,23 +13,20 @@ counts one layer less than the paper's table. Deviations, shared with torchvisio
 the 3x3 convolutions only, weights are normal with variance 2 / fan in, not fan out.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.chain import Chain, Steps
 from zoo.errors import InputError
 from zoo.layers.checks import check_arguments, check_images, check_norm
+from zoo.models.model import Model
 
-State = tuple[Tensor, ...]
 
-
-class DenseLayer(Chain):
-    """Adds features to those before: tensors (N, C_i, H, W) -> the same and (N, growth, H, W)."""
+class DenseLayer(nn.Module):
+    """Makes features of those before: tensors (N, C_i, H, W) -> (N, growth_rate, H, W)."""
 
     def __init__(self, inputs: int, growth_rate: int, drop_rate: float = 0.0) -> None:
         super().__init__()
@@ -41,24 +39,31 @@ class DenseLayer(Chain):
         self.conv2 = nn.Conv2d(inner, growth_rate, 3, padding=1, bias=False)
         self.drop_rate = drop_rate
 
-    def steps(self) -> Steps:
-        """Lists concatenate+norm1+relu1 | conv1 | norm2+relu2 | conv2+dropout."""
-        return [self._concatenate, self._reduce, self._normalize, self._grow]
-
-    def _concatenate(self, *features: Tensor) -> State:
-        return *features, self.relu1(self.norm1(torch.cat(features, 1)))
-
-    def _reduce(self, *state: Tensor) -> State:
-        return *state[:-1], self.conv1(state[-1])
-
-    def _normalize(self, *state: Tensor) -> State:
-        return *state[:-1], self.relu2(self.norm2(state[-1]))
-
-    def _grow(self, *state: Tensor) -> State:
-        return *state[:-1], F.dropout(self.conv2(state[-1]), self.drop_rate, self.training)
+    def forward(self, features: list[Tensor]) -> Tensor:
+        """Concatenates; then norm, activation and convolution twice, 1x1 and 3x3."""
+        new = self.conv1(self.relu1(self.norm1(torch.cat(features, 1))))
+        new = self.relu2(self.norm2(new))
+        return F.dropout(self.conv2(new), self.drop_rate, self.training)
 
 
-class Transition(Chain):
+class DenseBlock(nn.ModuleDict):
+    """Layers that read all before: (N, C, H, W) -> it and (N, growth_rate, H, W) of each layer."""
+
+    def __init__(self, depth: int, inputs: int, growth_rate: int, drop_rate: float) -> None:
+        super().__init__()
+        for number in range(depth):
+            layer = DenseLayer(inputs + number * growth_rate, growth_rate, drop_rate)
+            self[f"denselayer{number + 1}"] = layer
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        """Returns the input and the features of each layer, which their reader concatenates."""
+        features = [images]
+        for layer in self.values():
+            features = [*features, layer(features)]
+        return features
+
+
+class Transition(nn.Module):
     """Joins a block's features: tensors (N, C_i, H, W) -> (N, outputs, H / 2, W / 2)."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -68,15 +73,12 @@ class Transition(Chain):
         self.conv = nn.Conv2d(inputs, outputs, 1, bias=False)
         self.pool = nn.AvgPool2d(2, stride=2)
 
-    def steps(self) -> Steps:
-        """Lists concatenate+norm+relu | conv | pool."""
-        return [self._concatenate, self.conv, self.pool]
-
-    def _concatenate(self, *features: Tensor) -> Any:
-        return self.relu(self.norm(torch.cat(features, 1)))
+    def forward(self, features: list[Tensor]) -> Any:
+        """Concatenates; then norm, activation, convolution and pooling."""
+        return self.pool(self.conv(self.relu(self.norm(torch.cat(features, 1)))))
 
 
-class DenseNet(Chain):
+class DenseNet(Model):
     """A densely connected network: (N, in_channels, H, W) -> logits (N, classes).
 
     `depths` counts the layers of each block; a transition follows each block but the last. The
@@ -116,10 +118,9 @@ class DenseNet(Chain):
             features["relu0"] = nn.ReLU(inplace=True)
             features["pool0"] = nn.MaxPool2d(3, stride=2, padding=1)
         for number, depth in enumerate(depths, 1):
-            features[f"denseblock{number}"] = block = nn.ModuleDict()
-            for layer in range(1, depth + 1):
-                block[f"denselayer{layer}"] = DenseLayer(channels, growth_rate, drop_rate)
-                channels += growth_rate
+            block = DenseBlock(depth, channels, growth_rate, drop_rate)
+            features[f"denseblock{number}"] = block
+            channels += depth * growth_rate
             if number < len(depths):
                 features[f"transition{number}"] = Transition(channels, channels // 2)
                 channels //= 2
@@ -130,23 +131,18 @@ class DenseNet(Chain):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight)
 
-    def steps(self) -> Steps:
-        """Lists the stem, the dense layers and transitions, and the head."""
-        features: Any = self.features
-        stem = [features["conv0"]]
-        if "pool0" in features:
-            stem += [partial(_normalize, features["norm0"], features["relu0"]), features["pool0"]]
-        body: list[nn.Module] = []
-        for name, part in features.items():
-            if name.startswith(("denseblock", "transition")):
-                body += part.values() if isinstance(part, nn.ModuleDict) else [part]
-        last_norm = partial(_normalize, features["norm5"], partial(F.relu, inplace=True))
-        return [stem, *body, [last_norm, self._classify]]
+    def forward(self, *inputs: Tensor) -> Any:
+        """Runs the stem, the dense blocks and transitions, and the classifier."""
+        *parts, norm = self.features.values()
+        features: Any = self._checked(inputs)
+        for part in parts:
+            features = part(features)
+        features = F.relu(norm(torch.cat(features, 1)), inplace=True)
+        return self.classifier(F.adaptive_avg_pool2d(features, (1, 1)).flatten(1))
 
-    def steps_for(self, *inputs: Tensor | None) -> Steps:
-        """Lists the same steps for any images that the network can take."""
-        features: Any = self.features
-        images = check_images("DenseNet", inputs, features["conv0"])
+    def _checked(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Returns the images; raises InputError unless the network takes them."""
+        images = check_images("DenseNet", inputs, self.features["conv0"])
         height, width = images.shape[2:]
         smallest = self.stem_stride * (2**self.transitions - 1) + 1
         if min(height, width) < smallest:
@@ -154,15 +150,9 @@ class DenseNet(Chain):
                 f"DenseNet with {self.transitions} transitions needs images of at least {smallest}x"
                 f"{smallest}; got {height}x{width} in {tuple(images.shape)}. Resize or pad them"
             )
-        check_norm("DenseNet", images, features["norm5"], self.stem_stride, self.transitions)
-        return self.steps()
-
-    def _classify(self, features: Tensor) -> Any:
-        return self.classifier(F.adaptive_avg_pool2d(features, (1, 1)).flatten(1))
-
-
-def _normalize(norm: nn.Module, relu: Callable[[Tensor], Tensor], *features: Tensor) -> Tensor:
-    return relu(norm(torch.cat(features, 1) if len(features) > 1 else features[0]))
+        norm = self.features["norm5"]
+        check_norm("DenseNet", images, norm, self.stem_stride, self.transitions)
+        return images
 
 
 _SMALL = {"classes": 10, "small_images": True}

@@ -5,7 +5,7 @@ state dicts (and `GPT2Model`'s) load, renamed and transposed. Logits, loss and g
 bit for bit with the activation `gelu_pytorch_tanh`, torch's kernel; its default `gelu_new` is the
 same function in operations that save three more tensors of its size, and differs by rounding.
 
-Logits and loss are steps too, a chunk of tokens at a time (see `layers.language_head`).
+With targets, a chunk of tokens is decoded at a time (see `layers.language_head`).
 Not here: a cache of keys and values, padding masks, token types, cross attention.
 """
 
@@ -13,18 +13,18 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import sqrt
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.chain import Chain, Steps, spread
-from zoo.layers.checks import check_arguments, check_choice, check_tokens
+from zoo.layers.checks import IGNORED, check_arguments, check_choice, check_tokens
 from zoo.layers.drop_path import drop_path_rates
-from zoo.layers.language_head import HEADS, choose_chunk_tokens, make_head
+from zoo.layers.language_head import HEADS, ChunkedLoss, choose_chunk_tokens, make_head
 from zoo.layers.transformer import TransformerBlock
 from zoo.layers.weight_sharing import SharedWeight
+from zoo.models.model import Model
 
 # Hugging Face's names and ours; its `c_*` weights are transposed
 RENAMED = {
@@ -40,7 +40,7 @@ RENAMED = {
 }
 
 
-class GPT2(Chain):
+class GPT2(Model):
     """GPT-2: tokens (N, T) -> logits (N, T, V); with targets (N, T) -> mean loss ().
 
     Targets are the next tokens, shifted by the caller; those of -100 are ignored. V is `vocabulary`
@@ -62,6 +62,7 @@ class GPT2(Chain):
     """
 
     renames = RENAMED
+    block_patterns: ClassVar = ("blocks.*", "loss.chunk")
 
     def __init__(
         self,
@@ -91,6 +92,7 @@ class GPT2(Chain):
         depths = drop_path_rates(drop_path_rate, depth)
         self.blocks = nn.Sequential(*(block(drop_path_rate=rate) for rate in depths))
         self.norm = nn.LayerNorm(width, eps=1e-5)
+        self.loss = ChunkedLoss()
         self.initialize()
 
     def initialize(self) -> None:
@@ -103,37 +105,25 @@ class GPT2(Chain):
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:  # type: ignore[override]
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Returns the logits (N, T, V), or with targets (N, T) the mean loss ()."""
-        return super().forward(tokens) if targets is None else super().forward(tokens, targets)
-
-    def steps_for(self, *inputs: Tensor | None) -> Steps:
-        """Checks tokens (N, T) and targets (N, T) and lists the steps for them."""
-        tokens, targets = cast(Tensor, inputs[0]), inputs[1] if len(inputs) > 1 else None
         vocabulary, width = self.token_embedding.weight.shape
         limits = {"vocabulary": vocabulary, "longest": self.positions}
         check_tokens("GPT2", tokens, targets, "NT", **limits)
         if targets is None:
-            return self.steps()
+            return self.decode(self.encode(self.token_embedding, tokens))
         weight = SharedWeight(self.token_embedding.weight)
+        hidden = self.encode(weight.embedding(self.token_embedding), tokens)
         chunk = self.chunk_tokens or choose_chunk_tokens(tokens.numel(), width, vocabulary)
         head = make_head(self.head, weight, chunk)
-        embed = partial(self.embed, weight.embedding(self.token_embedding))
-        return [embed, *spread(self.blocks), self.normalize, *head.steps(tokens.numel())]
+        total: Tensor = self.loss(hidden.new_zeros(()), head, hidden, targets)
+        return total / (targets != IGNORED).sum()
 
-    def steps(self) -> Steps:
-        """Lists the embedding, the blocks, the last norm and the decoder."""
-        embed = partial(self.embed, self.token_embedding)
-        return [embed, *spread(self.blocks), self.normalize, self.decode]
-
-    def embed(self, embedding: Callable[[Tensor], Tensor], tokens: Tensor, *targets: Tensor) -> Any:
-        """Tokens (N, T), targets, if any -> x (N, T, width), targets; positions added."""
+    def encode(self, embedding: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
+        """Tokens (N, T) -> hidden (N, T, width)."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.drop(embedding(tokens) + self.position_embedding(places)), *targets
-
-    def normalize(self, x: Tensor, *rest: Any) -> Any:
-        """x (N, T, width) -> hidden (N, T, width)."""
-        return self.norm(x), *rest
+        x = self.drop(embedding(tokens) + self.position_embedding(places))
+        return cast(Tensor, self.norm(self.blocks(x)))
 
     def decode(self, hidden: Tensor) -> Tensor:
         """Hidden (..., width) -> logits (..., V)."""

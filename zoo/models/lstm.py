@@ -1,44 +1,44 @@
 """Word language models: LSTM (Zaremba et al. 2014, arXiv:1409.2329) and GRU (arXiv:1406.1078).
 
 torch's word_language_model example runs `nn.LSTM` over the whole text and then decodes all of it,
-tokens x vocabulary numbers at once. Here time is cut into chunks, and each layer's chunk is a step.
-With targets, a chunk's logits and losses follow before the next chunk.
+tokens x vocabulary numbers at once. Here time is cut into chunks, and with targets the logits and
+losses of a chunk follow before the next chunk:
 
-    state after              the chunk's                      chunks to come         carried on
-    begin      total count |                                | tokens targets | ... | h1 h2 c1 c2
-    embed      total count | x (t, N, E) targets            | tokens targets | ... | h1 h2 c1 c2
-    recur(0)   total count | x (t, N, H) targets            | tokens targets | ... | h1'h2 c1'c2
-    divide     total count | x targets | x targets | ...    | tokens targets | ... | h1'h2'c1'c2'
-    add_loss   total count | x targets | ...                | tokens targets | ... | h1'h2'c1'c2'
-    finish     loss, hidden, cell
+    for each chunk of time
+        x = embedding(tokens)
+        for each layer
+            x, state = layer(x, state)
+        for each chunk of its tokens
+            total = total + loss(decoder(x), targets)
 
-Without targets, total, count and targets are None, and all chunks are decoded at once. Chunks embed
-their own tokens: views of one embedding would each save all of it.
+Without targets all chunks are decoded at once. Chunks embed their own tokens: views of one
+embedding would each save all of it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from math import ceil, isqrt
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from zoo._torch import HAS_MKLDNN
-from zoo.chain import Chain, State, Steps
 from zoo.errors import ArgumentError, InputError
+from zoo.layers.apply import Apply
 from zoo.layers.checks import IGNORED, check_arguments, check_choice, check_tokens
-from zoo.layers.language_head import HEADS, choose_chunk_tokens, make_head
+from zoo.layers.language_head import HEADS, ChunkedLoss, Head, choose_chunk_tokens, make_head
 from zoo.layers.weight_sharing import SharedWeight
+from zoo.models.model import Model
 
-Carried = Tensor | tuple[Tensor, ...]
+State = tuple[Tensor, ...]
+Carried = Tensor | State
 
 # under autocast oneDNN's LSTM takes no float16, and bfloat16 on processors with AVX-512 alone
 _HAS_BFLOAT16 = HAS_MKLDNN and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-class WordLanguageModel(Chain):
+class WordLanguageModel(Model):
     """Tokens (T, N), state -> logits (T, N, V), state; with targets (T, N) -> mean loss (), state.
 
     The state is (hidden, cell) of an LSTM and hidden of a GRU, each (layers, N, hidden); None is
@@ -63,6 +63,7 @@ class WordLanguageModel(Chain):
 
     recurrent: ClassVar[type[nn.LSTM] | type[nn.GRU]]
     carries: ClassVar[tuple[str, ...]]
+    block_patterns: ClassVar = ("chunk", "loss.chunk")
 
     def __init__(
         self,
@@ -99,20 +100,46 @@ class WordLanguageModel(Chain):
         nn.init.zeros_(self.decoder.bias)
         if tied:
             self.decoder.weight = self.embedding.weight
+        self.chunk, self.loss = Apply(), ChunkedLoss()
         self.hidden = hidden
-        self.carried = layers * len(self.carries)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, tokens: Tensor, state: Carried | None = None, targets: Tensor | None = None
     ) -> tuple[Tensor, Carried]:
         """Returns the logits (T, N, V), or with targets the mean loss (), and the state after."""
-        tensors = () if state is None else (state,) if isinstance(state, Tensor) else tuple(state)
-        return self.returned(*super().forward(tokens, targets, *tensors))
+        vocabulary, weight = self.embedding.num_embeddings, self.embedding.weight
+        check_tokens(self.name, tokens, targets, "TN", vocabulary=vocabulary)
+        length, batch = tokens.shape
+        chunk_steps = self.chunk_steps or _choose_chunk_steps(length)
+        words, carried = SharedWeight(weight), self._begin(state, batch)
+        run = partial(self.chunk, self.recur, words.embedding(self.embedding), carried)
+        chunks = torch.split(tokens, chunk_steps)
+        if targets is None:
+            result = self.decoder(torch.cat([*map(run, chunks)]))
+        else:
+            head = self._head(words, min(chunk_steps, length) * batch)
+            total = weight.new_zeros((), dtype=torch.promote_types(weight.dtype, torch.float32))
+            if head.chunk_tokens is None:
+                total = self.loss(total, head, torch.cat([*map(run, chunks)]), targets)
+            else:
+                for chunk, wanted in zip(chunks, torch.split(targets, chunk_steps), strict=True):
+                    total = self.loss(total, head, run(chunk), wanted)
+            result = total / (targets != IGNORED).sum()
+        after = tuple(map(torch.cat, zip(*carried, strict=True)))
+        return result, after if len(after) > 1 else after[0]
 
-    def returned(self, *state: Any) -> tuple[Tensor, Carried]:
-        """result, hidden, cell -> result, (hidden, cell)"""
-        result, *after = state
-        return result, tuple(after) if len(after) > 1 else after[0]
+    def recur(
+        self, embedding: Callable[[Tensor], Tensor], carried: list[State], tokens: Tensor
+    ) -> Tensor:
+        """Runs a chunk of time: tokens (t, N) -> x (t, N, hidden), and carries the states on."""
+        x = self.dropout(embedding(tokens))
+        for number, layer in enumerate(self.layers):
+            inputs = x, *carried[number]
+            x, *state = _cast(inputs) if self.recurrent is nn.LSTM else inputs
+            x, after = layer(x, tuple(state) if len(state) > 1 else state[0])
+            carried[number] = (after,) if isinstance(after, Tensor) else after
+            x = self.dropout(x)
+        return cast(Tensor, x)
 
     @staticmethod
     def detach(state: Carried) -> Carried:
@@ -121,102 +148,26 @@ class WordLanguageModel(Chain):
             return state.detach()
         return tuple(tensor.detach() for tensor in state)
 
-    def steps_for(self, *inputs: Tensor | None) -> Steps:
-        """Checks tokens, targets and state and lists the steps for a text of this length."""
-        tokens, targets, *state = cast(tuple[Any, ...], inputs)
-        vocabulary = self.embedding.num_embeddings
-        check_tokens(self.name, tokens, targets, "TN", vocabulary=vocabulary)
-        length, batch = tokens.shape
-        self._check_state(state, batch)
-        chunk_steps = self.chunk_steps or _choose_chunk_steps(length)
-        chunk_tokens = self.chunk_tokens or choose_chunk_tokens(
-            min(chunk_steps, length) * batch, len(self.layers) * self.hidden, vocabulary
-        )
-        begin = partial(self.begin, chunk_steps)
-        words = SharedWeight(self.embedding.weight)
-        layers = [(partial(self.recur, layer), self.drop) for layer in range(len(self.layers))]
-        body: Steps = [partial(self.embed, words.embedding(self.embedding)), self.drop, *layers]
-        whole: list[Steps] = [[body, self.set_aside]] * ceil(length / chunk_steps)
-        if targets is None:
-            return [begin, *whole, [self.decode, self.finish]]
-        tied = self.decoder.weight is self.embedding.weight
-        decoder = words if tied else SharedWeight(self.decoder.weight)
-        head = make_head(self.head, decoder, chunk_tokens, self.decoder)
-        end: Steps = [head.mean, self.finish]
-        if head.chunk_tokens is None:
-            return [begin, *whole, [self.join, head.add_loss], end]
-        chunks: list[Steps] = []
-        for start in range(0, length, chunk_steps):
-            size = min(chunk_steps, length - start) * batch
-            losses: list[Steps] = [[head.add_loss]] * ceil(size / chunk_tokens)
-            chunks += [[body, partial(self.divide, chunk_tokens)], *losses]
-        return [begin, *chunks, end]
-
-    def begin(self, chunk_steps: int, tokens: Any, targets: Any, *state: Any) -> State:
-        """tokens (T, N), targets, state -> total, count, tokens (t, N), targets, ..., carried"""
-        weight = self.embedding.weight
-        zeros = weight.new_zeros((len(self.layers), tokens.shape[1], self.hidden))
-        state = state or (zeros,) * len(self.carries)
-        carried = [part for tensor in state for part in tensor.split(1)]
-        chunks = tokens.split(chunk_steps)
-        wanted, total, count = [None] * len(chunks), None, None
-        if targets is not None:
-            wanted, count = targets.split(chunk_steps), (targets != IGNORED).sum()
-            total = weight.new_zeros((), dtype=torch.promote_types(weight.dtype, torch.float32))
-        pairs = chain.from_iterable(zip(chunks, wanted, strict=True))
-        return (total, count, *pairs, *carried)
-
-    def embed(self, embedding: Callable[[Tensor], Tensor], *state: Any) -> State:
-        """..., tokens (t, N), ... -> ..., x (t, N, embedding), ..."""
-        total, count, tokens, *rest = state
-        return (total, count, embedding(tokens), *rest)
-
-    def drop(self, total: Any, count: Any, x: Tensor, *rest: Any) -> State:
-        """..., x (t, N, C), ... -> ..., dropout(x), ..."""
-        return (total, count, self.dropout(x), *rest)
-
-    def recur(self, layer: int, total: Any, count: Any, x: Tensor, *rest: Any) -> State:
-        """..., x (t, N, C), ... -> ..., x (t, N, hidden), ... and this layer's hidden and cell."""
-        chunks, carried = rest[: -self.carried], list(rest[-self.carried :])
-        own = slice(layer, None, len(self.layers))
-        inputs = x, *carried[own]
-        x, *before = _cast(inputs) if self.recurrent is nn.LSTM else inputs
-        x, after = self.layers[layer](x, tuple(before) if len(before) > 1 else before[0])
-        carried[own] = [after] if isinstance(after, Tensor) else after
-        return (total, count, x, *chunks, *carried)
-
-    def divide(self, chunk_tokens: int, *state: Any) -> State:
-        """..., x (t, N, hidden), targets (t, N), ... -> ..., x (tokens, hidden), targets, ..."""
-        total, count, x, targets, *rest = state
-        parts = (part.flatten(0, 1).split(chunk_tokens) for part in (x, targets))
-        return (total, count, *chain.from_iterable(zip(*parts, strict=True)), *rest)
-
-    def set_aside(self, total: Any, count: Any, x: Any, targets: Any, *rest: Any) -> State:
-        """..., x (t, N, hidden), targets, others, carried -> ..., others, x, targets, carried"""
-        return (total, count, *rest[: -self.carried], x, targets, *rest[-self.carried :])
-
-    def join(self, total: Any, count: Any, *rest: Any) -> State:
-        """..., x (t, N, hidden), targets, x, targets, ... -> ..., x (tokens, hidden), targets"""
-        pairs, carried = rest[: -self.carried], rest[-self.carried :]
-        return (total, count, *(torch.cat(pairs[i::2]).flatten(0, 1) for i in (0, 1)), *carried)
-
-    def decode(self, *state: Any) -> State:
-        """None, None, x (t, N, hidden), None, x, None, ..., carried -> logits (T, N, V), carried"""
-        return (self.decoder(torch.cat(state[2 : -self.carried : 2])), *state[-self.carried :])
-
-    def finish(self, result: Tensor, *carried: Tensor) -> State:
-        """result, carried -> result, hidden (layers, N, hidden), cell"""
-        starts = range(0, self.carried, len(self.layers))
-        return (result, *(torch.cat(carried[start:][: len(self.layers)]) for start in starts))
-
-    def _check_state(self, state: Sequence[Tensor | None], batch: int) -> None:
+    def _begin(self, state: Carried | None, batch: int) -> list[State]:
+        """Returns each layer's hidden and cell (1, N, hidden); zeros where there is no state."""
         shape = (len(self.layers), batch, self.hidden)
-        got = [None if tensor is None else (*tensor.shape,) for tensor in state]
-        if got and got != [shape] * len(self.carries):
+        tensors = (state,) if isinstance(state, Tensor) else tuple(state or ())
+        tensors = tensors or (self.embedding.weight.new_zeros(shape),) * len(self.carries)
+        got = [None if tensor is None else (*tensor.shape,) for tensor in tensors]
+        if got != [shape] * len(self.carries):
             raise InputError(
                 f"{self.name} takes as state {' and '.join(self.carries)} of {shape} for {batch} "
                 f"texts; got {got}. Pass what the last batch returned, or None to begin with zeros"
             )
+        return [*zip(*(torch.split(tensor, 1) for tensor in tensors), strict=True)]
+
+    def _head(self, words: SharedWeight, tokens: int) -> Head:
+        """Makes the head of a forward in which a chunk of time has so many tokens."""
+        vocabulary, width = self.embedding.num_embeddings, len(self.layers) * self.hidden
+        chunk = self.chunk_tokens or choose_chunk_tokens(tokens, width, vocabulary)
+        is_tied = self.decoder.weight is self.embedding.weight
+        weight = words if is_tied else SharedWeight(self.decoder.weight)
+        return make_head(self.head, weight, chunk, self.decoder)
 
 
 def _choose_chunk_steps(length: int) -> int:

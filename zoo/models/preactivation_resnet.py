@@ -1,4 +1,4 @@
-"""Pre-activation residual networks (He et al. 2016, arXiv:1603.05027) for small images, as chains.
+"""Pre-activation residual networks (He et al. 2016, arXiv:1603.05027) for small images.
 
 Norm and activation stand before each convolution, so that the sum runs through a thousand layers
 unchanged. torchvision lacks them. This follows the authors' code
@@ -9,14 +9,12 @@ is what `resnet` adds.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from zoo.chain import Step, Steps, spread
 from zoo.layers.checks import check_arguments, check_images, check_norm
-from zoo.models.resnet import Convolutions, Pair, Residual, ResidualNetwork, basic, conv
+from zoo.models.resnet import Convolutions, Residual, ResidualNetwork, basic, conv
 
 
 def bottleneck(inputs: int, width: int, stride: int = 1) -> list[nn.Conv2d]:
@@ -38,19 +36,16 @@ class Unit(Residual):
             self.add_module(f"bn{number}", nn.BatchNorm2d(layer.in_channels))
             self.add_module(f"conv{number}", layer)
 
-    def steps(self) -> Steps:
-        """Lists bn1+relu | conv1 | bn2+relu [| conv2 | bn3+relu] [| projection] | conv+add."""
-        steps: list[Step] = [self._activate]
+    def forward(self, images: Tensor) -> Any:
+        """Adds the shortcut to the last convolution, in place; nothing follows the sum."""
+        branch = self.relu(self._normalize(1, images))
+        shortcut = branch if self.is_first else images
         for number in range(1, self.depth):
-            steps += [partial(self._convolve, number), partial(self._normalize, number + 1)]
-        return [*steps, *self._projection(), self._add]
-
-    def _activate(self, images: Tensor) -> Pair:
-        active = self.relu(self.bn1(images))
-        return active, active if self.is_first else images
-
-    def _add(self, branch: Tensor, shortcut: Tensor) -> Any:
-        total = self.drop_path(getattr(self, f"conv{self.depth}")(branch))
+            branch = self._convolve(number, branch)
+            branch = self.relu(self._normalize(number + 1, branch))
+        if self.downsample is not None:
+            shortcut = self.downsample(shortcut)
+        total = self.drop_path(self._convolve(self.depth, branch))
         total += shortcut
         return total
 
@@ -88,18 +83,14 @@ class PreactivationResNet(ResidualNetwork):
         self._add_classifier(channels, classes, drop_rate)
         nn.init.zeros_(self.fc.bias)
 
-    def steps(self) -> Steps:
-        """Lists the stem, the units and the head."""
-        return [self.conv1, *spread(*self._stages()), [self._normalize, self._classify]]
-
-    def steps_for(self, *inputs: Tensor | None) -> Steps:
-        """Lists the same steps for any images that the network can take."""
+    def forward(self, *inputs: Tensor) -> Any:
+        """Runs the first convolution, the stages, the last norm and the classifier."""
         images = check_images("PreactivationResNet", inputs, self.conv1)
         check_norm("PreactivationResNet", images, self.bn, stride=4)
-        return self.steps()
-
-    def _normalize(self, features: Tensor) -> Any:
-        return self.relu(self.bn(features))
+        features = self.conv1(images)
+        for stage in self._stages():
+            features = stage(features)
+        return self._classify(self.relu(self.bn(features)))
 
 
 # millions of parameters, and arguments

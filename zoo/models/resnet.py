@@ -1,9 +1,8 @@
 """Residual networks (arXiv:1512.03385), wide ones (arXiv:1605.07146), ResNeXt (arXiv:1611.05431).
 
-Parameter names, initialization draw by draw, outputs and gradients are torchvision's, whose blocks
-are forwards: a plan could save or recompute whole blocks only. These list their parts.
-
-Added are images of any size, dropout before `fc` and stochastic depth (arXiv:1603.09382).
+Parameter names, initialization draw by draw, outputs and gradients are torchvision's. Added are a
+number of input channels, dropout before `fc`, stochastic depth (arXiv:1603.09382), and errors that
+say which images the network takes.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,11 +12,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from zoo.chain import Chain, Step, Steps, spread
 from zoo.layers.checks import check_arguments, check_images, check_norm
 from zoo.layers.drop_path import DropPath, drop_path_rates
+from zoo.models.model import Model
 
-Pair = tuple[Tensor, Tensor]
 Convolutions = Callable[[int, int, int], Sequence[nn.Conv2d]]  # of inputs, width, stride
 
 
@@ -40,11 +38,8 @@ def bottleneck(
     return [conv(inputs, inner, 1), middle, conv(inner, 4 * width, 1)]
 
 
-class Residual(Chain):
-    """Convolutions beside a shortcut: (N, inputs, H, W) -> (N, outputs, H / stride, W / stride).
-
-    The state is the branch so far and the shortcut, which the last step adds to it.
-    """
+class Residual(nn.Module):
+    """Convolutions beside a shortcut: (N, inputs, H, W) -> (N, outputs, H / stride, W / stride)."""
 
     is_first = False  # of its stage; the network says so
     downsample: Any
@@ -56,17 +51,11 @@ class Residual(Chain):
         self.relu = nn.ReLU(inplace=True)
         self.drop_path = DropPath(drop_rate) if drop_rate else nn.Identity()
 
-    def _convolve(self, number: int, branch: Tensor, *shortcut: Tensor) -> Pair:
-        return getattr(self, f"conv{number}")(branch), *(shortcut or (branch,))
+    def _convolve(self, number: int, branch: Tensor) -> Any:
+        return getattr(self, f"conv{number}")(branch)
 
-    def _normalize(self, number: int, branch: Tensor, shortcut: Tensor) -> Pair:
-        return self.relu(getattr(self, f"bn{number}")(branch)), shortcut
-
-    def _projection(self) -> list[Step]:
-        return [] if self.downsample is None else [self._project]
-
-    def _project(self, branch: Tensor, shortcut: Tensor) -> Pair:
-        return branch, self.downsample(shortcut)
+    def _normalize(self, number: int, branch: Tensor) -> Any:
+        return getattr(self, f"bn{number}")(branch)
 
 
 class Block(Residual):
@@ -82,23 +71,19 @@ class Block(Residual):
             projection = conv(self.inputs, self.outputs, 1, self.stride)
             self.downsample = nn.Sequential(projection, nn.BatchNorm2d(self.outputs))
 
-    def steps(self) -> Steps:
-        """Lists conv1 | bn1+relu | conv2 [| bn2+relu | conv3] [| projection] | norm+add+relu."""
-        steps: list[Step] = [partial(self._convolve, 1)]
+    def forward(self, images: Tensor) -> Any:
+        """Adds the shortcut to the last norm, in place, and activates the sum."""
+        branch = self._convolve(1, images)
         for number in range(1, self.depth):
-            steps += [partial(self._normalize, number), partial(self._convolve, number + 1)]
-        return [*steps, *self._projection(), self._add]
-
-    def _project(self, branch: Tensor, images: Tensor) -> Pair:
-        return branch, self.downsample[0](images)
-
-    def _add(self, branch: Tensor, shortcut: Tensor) -> Any:
-        total = self.drop_path(getattr(self, f"bn{self.depth}")(branch))
+            branch = self.relu(self._normalize(number, branch))
+            branch = self._convolve(number + 1, branch)
+        shortcut = images if self.downsample is None else self.downsample[0](images)
+        total = self.drop_path(self._normalize(self.depth, branch))
         total += shortcut if self.downsample is None else self.downsample[1](shortcut)
         return self.relu(total)
 
 
-class ResidualNetwork(Chain):
+class ResidualNetwork(Model):
     """Stages of blocks, each twice as wide as the one before, and a classifier behind the last."""
 
     residual: ClassVar[type[Residual]]
@@ -166,19 +151,14 @@ class ResNet(ResidualNetwork):
         channels = self._add_stages(block, depths, drop_path_rate)
         self._add_classifier(channels, classes, drop_rate)
 
-    def steps(self) -> Steps:
-        """Lists the stem, the blocks and the head."""
-        stem: Steps = [self.conv1, self._normalize, self.maxpool]
-        return [stem, *spread(*self._stages()), self._classify]
-
-    def steps_for(self, *inputs: Tensor | None) -> Steps:
-        """Lists the same steps for any images that the network can take."""
+    def forward(self, *inputs: Tensor) -> Any:
+        """Runs the stem, the stages and the classifier."""
         images = check_images("ResNet", inputs, self.conv1)
         check_norm("ResNet", images, self._stages()[-1][-1].bn2, stride=32)
-        return self.steps()
-
-    def _normalize(self, images: Tensor) -> Any:
-        return self.relu(self.bn1(images))
+        features = self.maxpool(self.relu(self.bn1(self.conv1(images))))
+        for stage in self._stages():
+            features = stage(features)
+        return self._classify(features)
 
 
 _WIDE = partial(bottleneck, group_width=128)

@@ -5,23 +5,24 @@ those of timm's `vit_*_patch16_224`; its weights load with `load_state_dict`. De
 paper are timm's: no hidden layer before the classifier, and dropout only in front of it.
 """
 
+from collections.abc import Sequence
 from math import sqrt
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from zoo.chain import Chain, Steps, spread
 from zoo.errors import ArgumentError, InputError
 from zoo.layers.checks import check_arguments, check_images
 from zoo.layers.drop_path import drop_path_rates
 from zoo.layers.transformer import TransformerBlock
+from zoo.models.model import Model
 
 PATCH = 16
 
 
-class ViT(Chain):
+class ViT(Model):
     """A vision transformer on patches of 16 x 16: images (N, C, H, W) -> logits (N, classes).
 
     H and W are `image_size`, a multiple of 16. `drop_rate` is the dropout before the classifier,
@@ -32,6 +33,8 @@ class ViT(Chain):
             does not divide, or a rate outside [0, 1).
         InputError: at the call, an input of another shape, size or type.
     """
+
+    block_patterns: ClassVar = ("blocks.*",)
 
     def __init__(
         self,
@@ -76,24 +79,11 @@ class ViT(Chain):
                 _truncated_normal(module.weight)
                 nn.init.zeros_(module.bias)
 
-    def steps_for(self, *inputs: Tensor | None) -> Steps:
-        """Checks images (N, C, H, W) and lists the steps."""
-        images = check_images("ViT", inputs, self.patch_embed["proj"])
-        (height, width), size = images.shape[2:], self.image_size
-        if height != size or width != size:
-            raise InputError(
-                f"this ViT takes images of {size} x {size}; got {height} x {width}. Resize them or "
-                "build with image_size=..."
-            )
-        return self.steps()
-
-    def steps(self) -> Steps:
-        """Lists the patches, their positions, the blocks and the classifier."""
-        return [self.embed, self.place, *spread(self.blocks), self.classify]
-
-    def embed(self, images: Tensor) -> Tensor:
-        """(N, C, H, W) -> patches (N, width, H / 16, W / 16)."""
-        return cast(Tensor, self.patch_embed["proj"](images))
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Reads the class token behind the blocks: images (N, C, H, W) -> logits (N, classes)."""
+        patches = self.patch_embed["proj"]
+        tokens = self.norm(self.blocks(self.place(patches(self._checked(inputs)))))
+        return cast(Tensor, self.head(self.head_drop(tokens[:, 0])))
 
     def place(self, patches: Tensor) -> Tensor:
         """(N, width, h, w) -> tokens (N, 1 + h w, width): class token first, positions added."""
@@ -101,9 +91,16 @@ class ViT(Chain):
         first = self.cls_token.expand(len(tokens), -1, -1)
         return torch.cat([first, tokens], dim=1) + self.pos_embed
 
-    def classify(self, tokens: Tensor) -> Tensor:
-        """(N, T, width) -> logits (N, classes), from the class token."""
-        return cast(Tensor, self.head(self.head_drop(self.norm(tokens)[:, 0])))
+    def _checked(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Returns the images; raises InputError unless the network takes them."""
+        images = check_images("ViT", inputs, self.patch_embed["proj"])
+        (height, width), size = images.shape[2:], self.image_size
+        if height != size or width != size:
+            raise InputError(
+                f"this ViT takes images of {size} x {size}; got {height} x {width}. Resize them or "
+                "build with image_size=..."
+            )
+        return images
 
 
 def _truncated_normal(tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The cost model of planners: the costs of each step of a chain, and of a plan of these steps.
+"""The cost model of planners: the costs of each step of a model, and of a plan of these steps.
 
 `simulate` judges every planner. Its clock goes through the steps in the engine's order: the forward
 of all steps, then the backward from the last item of the plan to the first, where a segment is
@@ -26,9 +26,9 @@ NOISE = 1 << 12
 
 @dataclass(frozen=True)
 class StepCosts:
-    """The costs of a chain of n steps for one signature of inputs.
+    """The costs of n steps for one signature of inputs.
 
-    Storages of parameters, buffers and the chain's inputs are left out: no plan can change them.
+    Storages of parameters, buffers and the model's inputs are left out: no plan can change them.
     Sets hold indices into `sizes`. A tuple has an entry for each step; or for each of the n + 1
     states, before step 0, ..., after the last. An empty one stands for zeros or empty sets.
     *Until saved*: the last step of a recomputation stops when its last tensor is saved.
@@ -52,13 +52,13 @@ class StepCosts:
     blocks: tuple[int, ...]  # the number of the step's block
     # of each state, bytes of the parameters' gradients that exist when the backward reaches it
     parameter_gradients: tuple[int, ...] = ()
-    # storages of the chain's outputs if the caller holds them until the backward is over; a
+    # storages of the model's outputs if the caller holds them until the backward is over; a
     # recomputation allocates new ones
     returned: frozenset[int] = frozenset()
     # bytes of parameters' gradients that the step's forward makes, not counted above
     gradients_made: tuple[int, ...] = ()
     draws: tuple[int, ...] = ()  # how many of the step's kernels draw random numbers
-    # casts of weights that autocast caches: held until the forward of the chain ends
+    # casts of weights that autocast caches: held until the model's forward ends
     casts: tuple[frozenset[int], ...] = ()
     # the same as `backward` where nothing but the step holds the inputs that it saved
     backward_alone: tuple[int, ...] = ()
@@ -141,7 +141,7 @@ class Moment(NamedTuple):
 
     phase: str  # FORWARD, RECOMPUTE or BACKWARD
     step: int
-    kept: int  # held since the forward, also by the caller of the chain
+    kept: int  # held since the forward, also by the caller of the model
     recomputed: int  # held by recomputations, and not since the forward
     state: int  # the current state, if nothing else holds it
     work: int  # the step's peak: outputs, saved tensors and temporaries
@@ -196,7 +196,7 @@ def least_possible(costs: StepCosts) -> int:
     """Returns a lower bound in bytes: every plan runs each step's forward and backward once.
 
     The forward of a step needs its inputs and its allocations; the backward its saved tensors, the
-    chain's outputs, the incoming gradient, and its allocations. Whatever else a plan holds adds to
+    model's outputs, the incoming gradient, and its allocations. Whatever else a plan holds adds to
     that, also in any other order of the steps without offloading.
     """
     backward = costs.backward_alone or costs.backward
@@ -386,7 +386,7 @@ class _Clock:
             holders[storage] += 1
 
     def give_away(self, item: Item) -> None:
-        """Leaves outputs of the chain to the caller alone: recomputing a segment makes new ones.
+        """Leaves outputs of the model to the caller alone: recomputing a segment makes new ones.
 
         Their bytes stay. Nothing else holds them: the backward of all later items is done.
         """

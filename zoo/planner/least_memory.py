@@ -8,7 +8,7 @@ is in all states between them. A label is dropped if another could hold the same
     segment [i, j)   holds live(i); its backward needs  need(i, j)  above the bytes held
     kept step i      holds saved(i); needs bytes in its forward, and later in its backward
 
-Paths do not count outputs of the chain, which the caller holds under every plan. The least peak for
+Paths do not count outputs of the model, which the caller holds under every plan. The least peak for
 which a path reaches the end is found by bisection, to a thousandth. If all steps can be kept within
 it, since gradients decide the peak, they are. A second search within that peak looks for the path
 that recomputes the fewest operations. It extends few labels of a state, from those that hold least
@@ -16,7 +16,7 @@ to those that recompute least, by few segments: the longest, and those that reco
 so it may miss the best path. A third search keeps steps of these segments where that fits, since
 steps without operations take time, too.
 
-A chain of 2,000 steps has two million segments, and hundreds of thousands fit. So their bytes are
+Of 2,000 steps there are two million segments, and hundreds of thousands fit. So their bytes are
 computed as sums of numbers, not from sets; and a search gets few of them. A segment holds its first
 state, wherever it ends. So of two ends within a peak the later one is enough if no state from the
 earlier to the later end is cheaper to hold, and both share the same storages with the first state.

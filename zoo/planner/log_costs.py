@@ -45,16 +45,19 @@ def costs_of(
     blocks: Sequence[int],
     rates: Rates = Rates(),  # noqa: B008  (it is immutable)
     updates: Mapping[Any, int] | None = None,
+    *,
+    accumulates: bool = False,
 ) -> StepCosts:
     """Returns the costs of the steps of a log, of which each begins at the operator of its cut.
 
     `blocks` has the number of each step's block. `updates` are the bytes that an optimizer
     allocates to update a parameter, by its form; with them, the optimizer steps in the backward
-    and frees each gradient.
+    and frees each gradient. With `accumulates` each gradient is freed when it has been added to
+    that of earlier backwards, which is not counted.
     """
     steps = _Steps(log, cuts)
     numbers = range(len(cuts))
-    backward = _Backward(steps, rates, updates)
+    backward = _Backward(steps, rates, updates, accumulates)
     kernels = [[event for event in events if type(event) is KernelRun] for events in steps.forward]
     early = [
         [event for event in events[:end] if type(event) is KernelRun]
@@ -273,8 +276,15 @@ def _until_saved(events: Sequence[Event]) -> int:
 class _Backward:
     """The bytes of each step's backward, and those of gradients between two of them."""
 
-    def __init__(self, steps: _Steps, rates: Rates, updates: Mapping[Any, int] | None) -> None:
+    def __init__(
+        self,
+        steps: _Steps,
+        rates: Rates,
+        updates: Mapping[Any, int] | None,
+        accumulates: bool,
+    ) -> None:
         self.steps, self.rates, self.updates = steps, rates, updates
+        self.keeps_gradients = updates is None and not accumulates
         sizes, gradients = steps.sizes, steps.gradients
         # gradients of one storage are freed with the last of them
         self.last: dict[int, int] = {}
@@ -287,7 +297,7 @@ class _Backward:
             self.first_saved.update(dict.fromkeys(saved, number))
         used = sum(sizes[storage] for storage in gradients)
         trained = sum(steps.log.trained)
-        others = max(trained - used, 0)
+        others = 0 if accumulates else max(trained - used, 0)
         alive: set[int] = set()
         of_states, of_parameters = [], []
         for number in range(steps.count, -1, -1):
@@ -306,8 +316,8 @@ class _Backward:
         self.parameter_gradients = tuple(reversed(of_parameters))
 
     def frees(self, gradient: Gradient) -> bool:
-        """Returns whether an optimizer in the backward frees a gradient when it is complete."""
-        return self.updates is not None and self.last[gradient.storage] == id(gradient)
+        """Returns whether a gradient is freed when it is complete."""
+        return not self.keeps_gradients and self.last[gradient.storage] == id(gradient)
 
     def peak(self, number: int, *, is_alone: bool = False) -> int:
         """Returns the peak of a step's backward, above what it saved and the gradient it is given.

@@ -27,7 +27,7 @@ the amounts are all integers nothing is interpolated, and the values are exact.
 Equal layers are solved once: in a run of equal parts of p steps, each with `grown` bytes of
 gradients more than the next one, V(i + p, t + p, H, m) is V(i, t, H, m + grown).
 
-Plans are traced back from the values for 40 to 400 budgets (fewer for a longer chain) and
+Plans are traced back from the values for 40 to 400 budgets (fewer for more steps) and
 simulated; the best are kept.
 
 Source: the recurrence of rotor (Beaumont et al. 2019, arXiv:1911.13214), here for tuple states with
@@ -53,7 +53,7 @@ from zoo.planner.search_space import Entries, SearchSpace, StateRow, search_spac
 
 VALUES = 5 * 10**7  # the most in a table, unless that leaves fewer than `FEW` amounts
 FEW = 100
-LONGEST = 1000  # the most steps of a chain for which `least_memory` is as fast as a table
+LONGEST = 1000  # the most steps for which `least_memory` is as fast as a table
 AT_ONCE = 2**18  # values of segments that are compared at once
 PAYMENTS = 4096  # the size of the cache of `_around`
 NEVER = 1e30  # seconds of what does not fit; a sum of a few is finite
@@ -95,7 +95,7 @@ def frontier(
     Args:
         levels: amounts of memory for which the least time is computed; None for every number of
             bytes, which makes the plans optimal but only suits small numbers, as in tests.
-        cuts: states where long segments may begin and end; by default all in a short chain.
+        cuts: states where long segments may begin and end; by default all of a few steps.
         each: shows progress.
 
     Raises:
@@ -112,7 +112,7 @@ def frontier(
             count = min(levels, max(FEW, VALUES // Entries(space).count))
             table = DPTable(space, _amounts(0, baseline, count), each=each)
             steps = max(len(costs), 1)
-            plans = max(min(400, 40_000 // steps), min(160, 160_000 // steps), 40)
+            plans = max(min(400, 100_000 // steps), min(160, 160_000 // steps), 40)
             budgets = _amounts(min(table.least, baseline), baseline, plans)
         try:
             for plan in map(table.plan, each("plans for budgets", budgets.tolist())):
@@ -189,7 +189,7 @@ class SegmentCosts(NamedTuple):
 
 
 class DPTable:
-    """V of a chain at some amounts of free memory, the first of which is 0.
+    """V of all steps at some amounts of free memory, the first of which is 0.
 
     Time is cubic and memory quadratic in the number of cuts, both linear in the amounts. Only the
     best end of a segment is stored with a value; tracing back a plan compares the choices again,

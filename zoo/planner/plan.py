@@ -1,4 +1,4 @@
-"""A plan, or checkpointing schedule: which steps of a chain are kept and which are recomputed.
+"""A plan, or checkpointing schedule: which steps of a model are kept and which are recomputed.
 
 torch has no such object: its checkpointing is a call for each segment. As data, a plan can be
 computed, compared, stored, drawn and simulated without a model. It expresses uniform and sqrt(n)
@@ -8,9 +8,10 @@ arXiv:1911.13214).
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar, Union
+from typing import Any, NamedTuple, TypeVar, Union
 
 from zoo.errors import PlanError, shortened
 from zoo.planner.json_reader import read_json
@@ -123,11 +124,11 @@ class Plan(tuple[Item, ...]):
         return tuple(indices(self))
 
     def check(self, steps: int) -> None:
-        """Raises PlanError unless the plan is for a chain of `steps` steps."""
+        """Raises PlanError unless the plan is for a model of `steps` steps."""
         planned = len(self.flatten())
         if planned != steps:
             raise PlanError(
-                f"the plan covers {planned} steps but the chain has {steps}; "
+                f"the plan covers {planned} steps but the model has {steps}; "
                 f"make it end with step {steps - 1}, or pass checkpoint=True to have one made"
             )
 
@@ -181,6 +182,13 @@ class Plan(tuple[Item, ...]):
             label = labels.get(runs, f"x{runs}")
             lines.append(f"{bars} {label:9} {index:>4}  {name}".rstrip())
         return "\n".join(lines)
+
+
+class RoomyPlan(NamedTuple):
+    """A plan, and how many times as large tensors may get until it breaks a budget in bytes."""
+
+    plan: Plan
+    room: float = math.inf
 
 
 def indices(item: Item) -> Iterator[int]:

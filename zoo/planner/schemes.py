@@ -13,11 +13,11 @@ from zoo.planner.plan import Item, Plan
 
 
 class SegmentsError(ArgumentError):
-    """Says that a chain has fewer blocks than segments were asked for."""
+    """Says that a model has fewer blocks than segments were asked for."""
 
 
 def segments(blocks: Sequence[int], count: int) -> Plan:
-    """Cuts a chain into `count` segments, with numbers of blocks as equal as possible.
+    """Cuts steps into `count` segments, with numbers of blocks as equal as possible.
 
     `blocks` holds the block number of each step. The last segment is kept, as in torch's
     `checkpoint_sequential`: its backward comes first.
@@ -28,7 +28,7 @@ def segments(blocks: Sequence[int], count: int) -> Plan:
     total = len(set(blocks))
     if not 1 <= count <= total:
         raise SegmentsError(
-            f"checkpoint={count} asks for {count} segments; this chain has {total} blocks, "
+            f"checkpoint={count} asks for {count} segments; this model has {total} blocks, "
             f"so choose 1 to {total}"
         )
     order = {block: index for index, block in enumerate(dict.fromkeys(blocks))}

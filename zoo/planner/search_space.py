@@ -1,7 +1,7 @@
 """The search space of the dynamic program: segments, sets of held storages, and equal parts.
 
-A chain of n steps has n + 1 states; a segment [i, j) starts at state i and ends at state j. In a
-chain of up to `FLAT` steps these may be any two states. In a longer one, long segments begin and
+n steps have n + 1 states; a segment [i, j) starts at state i and ends at state j. Of
+up to `FLAT` steps these may be any two states. Of more, long segments begin and
 end at *cuts*, which are some of the states; segments of at most `NEAR` steps may be anywhere:
 
     states    0   1   2   3   4   5   6   7   8
@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from zoo.planner.costs import StepCosts
 
 Storages = frozenset[int]
-FLAT = 150  # the most steps of a chain in which every state is a cut
+FLAT = 150  # the most steps of which every state is a cut
 FEW = 128  # so few cuts get others added
 MANY = 400  # the most cuts; segments nest about as deep, and plans to `planner.plan.DEEPEST`
 # the most entries of a search space of default cuts, and the most storages that its rows name
@@ -73,7 +73,7 @@ class _TooLarge(Exception):
 
 
 class SearchSpace:
-    """The segments and rows of a chain, each list with an entry for every state.
+    """The segments and rows of a model's steps, each list with an entry for every state.
 
     The values of a state are known for its *ends*, the next `near` states and all later cuts. There
     a recomputation ends, or the original forward, whose end is `forward`. States of repeated parts
@@ -310,7 +310,7 @@ def _always_held(costs: StepCosts, lasting: Storages) -> StepCosts:
 def default_cuts(costs: StepCosts, most: int = MANY) -> list[int]:
     """Chooses about `most` states at most, where long segments begin and end.
 
-    These are all states of a short chain; else those between blocks, or some of them if they are
+    These are all states of a few steps; else those between blocks, or some of them if they are
     very many. If they are few or far apart, the smallest state near the middle of two is added.
     """
     steps = len(costs)

@@ -1,4 +1,4 @@
-"""Plans for a memory budget, for a chain whose inputs are known.
+"""Plans for a memory budget, for a model whose inputs are known.
 
 A budget limits the peak of a whole training step. A plan changes activations only; the rest is
 counted here, with gradients of parameters from when the backward makes them:
@@ -7,9 +7,10 @@ counted here, with gradients of parameters from when the backward makes them:
                          + activations + gradients
     optimizer            the first five + gradients + temporaries + outputs
 
-The larger of the two must fit the budget. Nothing of the model's size is allocated: bytes come
+The larger of the two must fit the budget. Where gradients are accumulated, those of earlier
+backwards are there from the start. Nothing of the model's size is allocated: bytes come
 from fake tensors, seconds and kernel workspaces from real runs of each kind of kernel
-(`profiling.chain_profile`). For a CUDA device each storage counts as the caching allocator counts
+(`profiling.kernel_costs`). For a CUDA device each storage counts as the caching allocator counts
 it, and so do the workspaces of cuBLAS, so that a budget limits `torch.cuda.max_memory_allocated`.
 """
 
@@ -17,7 +18,7 @@ import copy
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Integral, Real
 from operator import attrgetter
@@ -26,18 +27,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.chain import Outline, State
 from zoo.engine.devices import counts_memory, free_bytes, name_of, splits_all_blocks
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, BudgetError, Interrupted, needed, shortened
 from zoo.invocation import device_of, title_of
 from zoo.planner import schemes
 from zoo.planner.costs import Simulation, least_possible, simulate
-from zoo.planner.plan import Item, Plan, falling, thinned
+from zoo.planner.plan import Item, Plan, RoomyPlan, falling, thinned
 from zoo.policy.plan_report import FixedBytes, Frontier, PeakBytes, PlanReport, Point
 from zoo.profiling.caching_allocator import Rounding, rounding_of, with_rests
 from zoo.profiling.kernel_costs import KernelCosts, rated_device, rated_name
-from zoo.profiling.log_profile import Profiled, profile_of
+from zoo.profiling.log_profile import Outline, Profile
 from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerBytes, optimizer_bytes
 from zoo.profiling.peak_memory import resident_bytes
 from zoo.profiling.progress import each, shown
@@ -57,6 +57,9 @@ MOST = 10
 # the deepest nesting of such a plan: with 150 levels single steps are recomputed 11,000 times
 DEEPEST = 64
 
+# of two plans for larger inputs the one has as many times the room of the other
+ROOMIER = 1.2
+
 Budget = int | float | str
 Overhead = float | str
 BUDGETS = (
@@ -65,18 +68,18 @@ BUDGETS = (
 
 
 class BudgetPlanner:
-    """The costs of a chain, or of a module whose steps were traced, and its best plans."""
+    """The costs of a model's steps, and its best plans."""
 
     def __init__(
         self,
         model: nn.Module,
         outline: Outline,
-        state: State,
+        inputs: Sequence[Tensor],
         *,
         optimizer: MakeOptimizer | OptimizerBytes | None = torch.optim.AdamW,
-        loss: Callable[..., Tensor] | None = None,
         device: str | None = None,
         optimizer_in_backward: bool = False,
+        accumulates: bool = False,
         holds_outputs: bool = True,
     ) -> None:
         if any(map(is_spread, model.parameters())):
@@ -85,24 +88,29 @@ class BudgetPlanner:
                 "and gathering them is not counted. Plan before the model is distributed, with "
                 "zoo.plan_rank, or choose checkpoint=True or a scheme"
             )
-        self.title = title_of(model, state)
-        self.outline, self.state = outline, state
-        self.names = tuple(outline.names(model))
+        if accumulates and optimizer_in_backward:
+            raise ArgumentError(
+                "accumulates=True keeps gradients over several backwards, and an optimizer in the "
+                "backward uses and frees each in its own; leave out one of both"
+            )
+        self.title = title_of(model, inputs)
+        self.outline, self.inputs = outline, inputs
+        self.names = outline.names
         self.steps = len(outline)
         self.make, self.parameters = optimizer, tuple(model.parameters())
         self.model_device = device_of(model)
         self.device = rated_device(device, self.model_device)
         own = "cpu" if self.model_device.type == "meta" else self.model_device.type
         self.made_for = (rated_name(str(device)) if self.device else name_of(own)) or own
-        self.holds_outputs = holds_outputs
+        self.accumulates, self.holds_outputs = accumulates, holds_outputs
         self.splits_all = self.device is None and splits_all_blocks(self.model_device)
         kind = self.device.kind if self.device is not None else self.model_device.type
         self.rounding = rounding_of(kind, splits_all=self.splits_all)
         if not isinstance(optimizer, OptimizerBytes):
             optimizer = self._optimizer_bytes(optimizer_in_backward)
         self.optimizer = optimizer
-        self.profile = profile_of(model, outline, state, self.rounding, loss)
-        self.fixed = _fixed_bytes(model, state, optimizer, self.profile, self.rounding)
+        self.profile = Profile(model, outline, self.rounding)
+        self.fixed = _fixed_bytes(model, inputs, optimizer, self.profile, self.rounding)
         self.kernels: Sequence[KernelCosts | None] = ()
         self._count()
 
@@ -133,16 +141,20 @@ class BudgetPlanner:
         planner._count()
         return planner
 
-    def kernels_for(self, profile: Profiled) -> list[KernelCosts | None]:
+    def kernels_for(self, profile: Profile) -> list[KernelCosts | None]:
         """Returns the costs of those kernels of another profile that this one has, too."""
         known = dict(zip(map(repr, self.profile.specs), self.kernels, strict=False))
         return [known.get(repr(spec)) for spec in profile.specs]
 
     def _count(self) -> None:
         self.kernels_measured = bool(self.kernels)
-        costs = self.profile.costs(self.device, self.kernels, self.optimizer.updates)
+        updates, accumulates = self.optimizer.updates, self.accumulates
+        costs = self.profile.costs(self.device, self.kernels, updates, accumulates=accumulates)
         libraries = self.profile.held_by_libraries(self.device, self.kernels)
         self.fixed = replace(self.fixed, libraries=libraries)
+        # bytes that are there in forward and backward under every plan
+        self.earlier_gradients = self.fixed.gradients if self.accumulates else 0
+        self.resident = self.fixed.beside_activations + self.earlier_gradients
         # a training loop's variables hold the outputs and the loss beyond the backward
         returned = self.profile.returned if self.holds_outputs else frozenset[int]()
         self.costs = replace(costs, returned=returned)
@@ -163,6 +175,19 @@ class BudgetPlanner:
             raise self._budget_error(limit_bytes)
         return self.describe(within[-1], limit_bytes)
 
+    def plans_with_room(self, budget: int) -> list[RoomyPlan]:
+        """Returns the plans for a budget in bytes and for larger inputs, the fastest first.
+
+        Everything but parameters, buffers and the optimizer's state is taken to grow with the
+        inputs.
+        """
+        still, plans = self.fixed.beside_activations - self.fixed.inputs, list[RoomyPlan]()
+        for point in reversed(self.points):
+            room = (budget - still) / (point.peak - still)
+            if room >= (plans[-1].room * ROOMIER if plans else 1):
+                plans.append(RoomyPlan(self.of_model(point).plan, room))
+        return plans
+
     @property
     def gaps(self) -> str:
         """A sentence for a BudgetError where a device reserves much more than what is counted."""
@@ -180,7 +205,8 @@ class BudgetPlanner:
             f"{exact_bytes(budget)}; the baseline takes {exact_bytes(baseline)}. "
             f"{ways_out(least, ['lower the batch size'], self.optimizer)}{self.gaps}"
         )
-        if self.optimizer.updates is None and not isinstance(self.make, OptimizerBytes):
+        can_change = not (self.accumulates or isinstance(self.make, OptimizerBytes))
+        if self.optimizer.updates is None and can_change:
             other = self.in_backward().least.peak
             if other <= budget:
                 text += only_in_backward(other)
@@ -196,7 +222,7 @@ class BudgetPlanner:
         steps = self.costs.blocks, self.outline.whole, lambda: self.costs
         classic = {name: schemes.named(name, *steps) for name in schemes.NAMES}
         others = (self._point(_loss_kept(plan, self.steps), name) for name, plan in classic.items())
-        during = self.fixed.beside_activations + least_possible(self.whole)
+        during = self.resident + least_possible(self.whole)
         return Frontier(
             tuple(map(self.of_model, (*best, *others))),
             self.of_model(replace(self.baseline, name="baseline")),
@@ -207,7 +233,7 @@ class BudgetPlanner:
         )
 
     def point(self, plan: Plan) -> Point:
-        """Predicts what a plan of the chain costs.
+        """Predicts what a plan of the model costs.
 
         Raises:
             PlanError: it is for another number of steps.
@@ -277,7 +303,7 @@ class BudgetPlanner:
         # random states that segments keep, and one that a replay restores: the same for all plans,
         # as if each kernel that draws had its own segment
         streams = KEPT_STREAM * draws + STREAM if draws and plan.depth() else 0
-        during = self.fixed.beside_activations + result.peak + streams
+        during = self.resident + result.peak + streams
         seconds = sum(self.costs.seconds) + sum(self.costs.seconds_backward) or 1.0
         # the loss and the gradient 1 that `backward` holds to its end: on CUDA a block each
         numbers = max(NUMBERS, 2 * self.rounding(1))
@@ -310,6 +336,9 @@ class BudgetPlanner:
             title=self.title,
             kernels_measured=self.kernels_measured,
             device=self.made_for,
+            optimizer=self.optimizer.name,
+            accumulates=self.accumulates,
+            holds_outputs=self.holds_outputs,
         )
 
     def of_model(self, point: Point) -> Point:
@@ -321,7 +350,7 @@ class BudgetPlanner:
         """Splits the bytes of a plan's peak into categories."""
         fixed, result = self.fixed, simulate(point.plan, self.whole)
         kept = recomputed = between = 0
-        if self.optimizer_peak > fixed.beside_activations + result.peak:
+        if self.optimizer_peak > self.resident + result.peak:
             phase, gradients, work = "step of the optimizer", fixed.gradients, fixed.scratch
             kept = self.outputs
         else:
@@ -330,6 +359,7 @@ class BudgetPlanner:
             gradients = 0 if moment.gradient_of is None else left[moment.gradient_of]
             kept, recomputed, work = moment.kept, moment.recomputed, moment.work
             between = moment.state + moment.gradient - gradients
+            gradients += self.earlier_gradients
         same = fixed.parameters, fixed.buffers, fixed.inputs, fixed.optimizer
         parts = *same, gradients, kept, recomputed, between, work
         reserve = point.peak - sum(parts) - fixed.libraries
@@ -352,6 +382,14 @@ def only_in_backward(needed: int) -> str:
         "zoo.optimizer_in_backward does that; optimizer_in_backward=True plans ahead for it "
         "(--optimizer-in-backward)."
     )
+
+
+def outputs_held(holds_outputs: bool | None, loss: object) -> bool:
+    """Returns whether outputs count until the backward is over; None: unless there is a loss.
+
+    A step with a loss is `loss(model(x)).backward()`, as losses are called.
+    """
+    return loss is None if holds_outputs is None else holds_outputs
 
 
 def parse_bounds(memory_budget: Any, max_overhead: Any) -> tuple[Budget | None, float | None]:
@@ -409,7 +447,7 @@ def parse_overhead(value: Any) -> float:
 
 
 def _loss_kept(plan: Plan, steps: int) -> Plan:
-    """Moves the loss out of a segment that ends with it, since the chain does not recompute it."""
+    """Moves the loss out of a segment that ends with it, since the model does not recompute it."""
     total = len(plan.flatten())
     if total == steps or isinstance(plan[-1], int):
         return plan
@@ -435,13 +473,12 @@ def _planner() -> Any:
 
 def _fixed_bytes(
     model: nn.Module,
-    inputs: State,
+    inputs: Sequence[Tensor],
     optimizer: OptimizerBytes,
-    profile: Profiled,
+    profile: Profile,
     rounding: Rounding,
 ) -> FixedBytes:
-    tensors = [value for value in inputs if isinstance(value, Tensor)]
-    resident = resident_bytes(model, inputs=tensors, rounding=rounding)
+    resident = resident_bytes(model, inputs=inputs, rounding=rounding)
     return FixedBytes(
         parameters=resident.parameters,
         buffers=resident.buffers,

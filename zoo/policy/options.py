@@ -1,61 +1,55 @@
 """The `checkpoint=` option: True, a number of segments, a scheme's name, "auto" or a Plan.
 
-A plan is chosen at the first training forward, when the inputs are known, and cached in the runner
-of a chain. It serves inputs of the same structure (types, devices, autocast, steps) in which no
-size is larger, such as an epoch's last batch:
-
-    batches   32      32      20      48      20      40
-    plan      for 32  for 32  for 32  for 48  for 32  for 48
+An option is what a plan is made from once the steps of a model are known. `tracing.planned_forward`
+puts the plan in force and keeps it for the inputs that it serves.
 """
 
 import contextlib
 import functools
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.nn.parameter import is_lazy
 
-from zoo._torch import (
-    active_fake_mode,
-    are_functorch_transforms_active,
-    is_exporting,
-    is_profiling,
-)
-from zoo.chain import Chain, Outline, State, Step, fold
+from zoo._torch import active_fake_mode, is_profiling
 from zoo.engine.devices import name_of, splits_all_blocks
-from zoo.engine.recompute import run_compiled, run_plan
-from zoo.engine.replay import without_modes
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, BudgetError, PlanError
-from zoo.invocation import InputSpec, Invocation, device_of, needs_gradients
+from zoo.invocation import InputSpec, Invocation, Loss, device_of, title_of
 from zoo.optimizer.in_backward import attached_to
 from zoo.optimizer.independence import optimizer_like
 from zoo.planner import schemes
 from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.json_reader import read_file
 from zoo.planner.least_memory import least_memory
-from zoo.planner.plan import Plan, indices
+from zoo.planner.plan import Plan, RoomyPlan
 from zoo.policy.budget import Budget, BudgetPlanner, Overhead, parse_bounds
 from zoo.policy.plan_report import PlanReport
 from zoo.profiling.caching_allocator import rounding_of
-from zoo.profiling.chain_profile import StepError
 from zoo.profiling.kernel_costs import KernelCosts, is_of_kind
-from zoo.profiling.log_profile import profile_of
-from zoo.profiling.optimizer_memory import OptimizerBytes, optimizer_bytes
+from zoo.profiling.log_profile import Outline, Profile
+from zoo.profiling.optimizer_memory import (
+    OptimizerBytes,
+    OptimizerOption,
+    is_optimizer,
+    maker_of,
+    optimizer_bytes,
+)
 from zoo.profiling.progress import shown
-from zoo.units import format_bytes
+from zoo.units import exact_bytes, format_bytes
 
 Checkpoint = bool | int | str | Plan | PlanReport | tuple[Any, ...]
 # more than any model has blocks
 MOST_SEGMENTS = 2**40
-# inputs whose plans are cached; the oldest are dropped first
-MOST_PLANS = 64
+# the optimizer that steps in the backward, or AdamW, which is said then
+ASSUMED = "assumed"
 _log = logging.getLogger("zoo")
 
 
@@ -96,181 +90,265 @@ def plan_or_option(option: Any) -> Any:
     return option.plan if isinstance(option, PlanReport) else option
 
 
-def runner_for(
-    checkpoint: Checkpoint, memory_budget: Budget | None, max_overhead: Overhead | None
-) -> "PlannedRunner | None":
-    """Returns the runner for an option of `zoo.checkpoint`; None for False.
+@dataclass(frozen=True)
+class CountedStep:
+    """What a budget counts of a training step beside the model.
+
+    Attributes:
+        optimizer: whose state is counted, as in `zoo.plan`, or ASSUMED.
+        loss: a function of what the model returns; None where it is in the model or takes nothing.
+        accumulates: whether the step begins with the gradients of earlier backwards.
+        holds_outputs: whether what the model returns is held until the backward is over.
+    """
+
+    optimizer: OptimizerOption | None = ASSUMED
+    loss: Loss | None = None
+    accumulates: bool = False
+    holds_outputs: bool = True
+
+    def for_model(self, model: nn.Module) -> "CountedStep":
+        """Returns the same without the state of an optimizer, which would live as long as a plan.
+
+        Raises:
+            ArgumentError: no optimizer, or one of other parameters.
+        """
+        optimizer: Any = self.optimizer
+        if optimizer == ASSUMED:
+            return self
+        maker_of(optimizer, model)
+        if not is_optimizer(optimizer):
+            return self
+        groups = [{**g, "params": [*g["params"]]} for g in optimizer.param_groups]
+        return replace(self, optimizer=optimizer_like(optimizer, groups))
+
+    def planner(
+        self, model: nn.Module, outline: Outline, inputs: Sequence[Tensor]
+    ) -> BudgetPlanner:
+        """Returns the costs of the steps of a model, without measured kernels."""
+        in_backward = attached_to(model.parameters()) is not None
+        optimizer: Any = torch.optim.AdamW
+        if self.optimizer != ASSUMED:
+            optimizer = maker_of(self.optimizer, model)
+        elif in_backward:
+            optimizer = _optimizer_in_backward(model)
+        return BudgetPlanner(
+            model,
+            outline,
+            inputs,
+            optimizer=optimizer,
+            optimizer_in_backward=in_backward,
+            accumulates=self.accumulates,
+            holds_outputs=self.holds_outputs,
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What tells steps apart, the same in all processes of a group."""
+        parts = self.optimizer, self.loss
+        named = (part if isinstance(part, str) else _name(part) for part in parts)
+        return (*named, str(self.accumulates), str(self.holds_outputs))
+
+
+def _name(value: object) -> str:
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def option_for(
+    checkpoint: Checkpoint,
+    memory_budget: Budget | None,
+    max_overhead: Overhead | None,
+    step: CountedStep | None = None,
+) -> "Option | None":
+    """Returns an option of `zoo.checkpoint`; None for False. `step` is what a budget counts.
 
     Raises:
-        ArgumentError: no such option, or a budget beside another option.
+        ArgumentError: no such option, or a budget or a step beside another option.
         PlanError: a malformed plan.
     """
     checkpoint = parse_checkpoint(checkpoint)
     bounded = memory_budget is not None or max_overhead is not None
-    made_for = checkpoint.device if isinstance(checkpoint, PlanReport) else ""
+    report = checkpoint if isinstance(checkpoint, PlanReport) else None
     checkpoint = plan_or_option(checkpoint)
     if checkpoint == "auto" or (bounded and checkpoint is False):
         budget = memory_budget if bounded else "device"
-        return PlannedRunner("auto", *parse_bounds(budget, max_overhead))
+        return Option("auto", *parse_bounds(budget, max_overhead), step=step or CountedStep())
     if bounded:
         bound = "max_overhead" if memory_budget is None else "memory_budget"
         raise ArgumentError(
             f"{bound}= goes with checkpoint='auto'; got checkpoint={checkpoint!r}, which does not "
             "use it"
         )
+    if step is not None:
+        raise ArgumentError(
+            "optimizer=, loss=, accumulates= and holds_outputs= say what a budget counts; got "
+            f"checkpoint={checkpoint!r}, which has none. Pass memory_budget= or max_overhead=, or "
+            "leave them out"
+        )
     if checkpoint is False:
         return None
     if isinstance(checkpoint, tuple | list):
-        runner = PlannedRunner(Plan(checkpoint), made_for=made_for)
-        runner.force(runner.checkpoint)
-        return runner
+        if report is None:
+            return Option(Plan(checkpoint))
+        counted = CountedStep(holds_outputs=report.holds_outputs)
+        return Option(Plan(checkpoint), report=report, step=counted)
     if not isinstance(checkpoint, int):
         schemes.check_name(checkpoint)
     elif checkpoint < 1:
         raise ArgumentError(f"checkpoint={checkpoint}: choose 1 segment or more, or False")
-    return PlannedRunner(checkpoint)
+    return Option(checkpoint)
 
 
-@dataclass
-class PlannedRunner:
-    """Runs a chain by the plan that an option chooses for the size of the inputs.
+@dataclass(frozen=True)
+class Option:
+    """What a user chose, from which plans are made.
 
-    `made_for` is the device of the report that a given plan comes from; "" where there is none.
+    Attributes:
+        checkpoint: True, "auto", a number of segments, a scheme's name or a Plan.
+        memory_budget: of "auto", in bytes, as a share of the baseline's peak, or "device".
+        max_overhead: of "auto", as a share of the baseline's time.
+        report: that a given plan comes from; None where there is none.
+        step: what a budget counts beside the model.
     """
 
     checkpoint: Any
     memory_budget: Budget | None = None
     max_overhead: float | None = None
-    plan: Plan | None = None
-    plans: dict[InputSpec, Plan] = field(default_factory=dict)
-    compiled: tuple[tuple[Any, ...], ...] = ()
-    # whether a step ran, which a plan may no longer end
-    has_run: bool = False
-    made_for: str = ""
+    report: PlanReport | None = None
+    step: CountedStep = CountedStep()
 
-    def __call__(self, chain: Chain, outline: Outline, inputs: State) -> Any:
-        """Chooses a plan unless one is cached, then runs by it.
+    @property
+    def plan(self) -> Plan | None:
+        """The plan, if the option is one."""
+        return self.checkpoint if isinstance(self.checkpoint, Plan) else None
 
-        Under `torch.func` and `torch.export` the chain runs its own forward without recomputation.
-        Under `torch.compile` it runs by the latest plan for as many steps. Choosing a plan is a
-        graph break, and so is a chain that cannot be compiled whole.
-        """
-        if are_functorch_transforms_active() or is_exporting():
-            return fold(outline.steps, inputs)
-        if torch.compiler.is_compiling():
-            if not self.compiled or self.compiled[-1][-1] != len(outline.steps) - 1:
-                _plan_uncompiled(self, chain, outline, inputs)
-            assert self.plan is not None
-            return run_compiled(self.plan, self.compiled, outline.steps, inputs)
-        with without_modes():
-            is_trained = needs_gradients(chain, Invocation(inputs))
-        if not is_trained:
-            return fold(outline.steps, inputs)
-        refused = None
-        with without_modes():
-            try:
-                plan = self.plan_for(chain, outline, inputs)
-            except StepError as error:
-                # the step's own error tells more
-                plan, refused = schemes.each_block(outline.blocks, outline.whole), error
-            except (ArgumentError, BudgetError, PlanError) as error:
-                if not self.has_run:
-                    raise
-                plan = schemes.each_block(outline.blocks, outline.whole)
-                warn_of_blocks(chain, error)
-                self.plans[_spec(chain, outline, inputs)] = plan
-        outputs = run_plan(plan, outline.steps, inputs)
-        if refused is not None:
-            raise refused
-        self.has_run = True
-        return outputs
+    @property
+    def is_count(self) -> bool:
+        """Whether it is a number of segments, of which there may be fewer blocks."""
+        return self.checkpoint is not True and isinstance(self.checkpoint, int)
 
-    def plan_for(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
-        """Puts the plan for inputs like these in force and returns it."""
-        spec = _spec(chain, outline, inputs)
-        # a copy, since other threads may add plans meanwhile
-        plans = self.plans.copy()
-        known = spec if spec in plans else spec.smallest_cover(plans)
-        if known is None and not isinstance(self.checkpoint, Plan) and has_lazy(chain):
-            # for this forward, which gives lazy parameters their sizes
-            return schemes.each_block(outline.blocks, outline.whole)
-        if known is None:
-            plan = self.decide(chain, outline, inputs)
-            plan.check(len(outline))
-            self.plans[spec] = plan
-            for oldest in [*self.plans][:-MOST_PLANS]:
-                self.plans.pop(oldest, None)
-        else:
-            plan = plans[known]
-        if self.plan is not plan:
-            self.force(plan)
-        return plan
+    @property
+    def binds_first_step(self) -> bool:
+        """Whether the first training step must run by a plan: a budget, or a plan of the user's."""
+        return self.plan is not None or self.is_bounded
 
-    def force(self, plan: Plan) -> None:
-        """Puts a plan in force."""
-        self.plan = plan
-        self.compiled = tuple((isinstance(item, tuple), *indices(item)) for item in plan)
+    @property
+    def is_bounded(self) -> bool:
+        """Whether it is a budget or an overhead, for which each kind of kernel is measured."""
+        return bool(self.checkpoint == "auto")
 
-    @shown("zoo.checkpoint")
-    def decide(
+    def plan_for(
         self,
-        chain: Chain,
+        model: nn.Module,
         outline: Outline,
-        inputs: State,
+        inputs: Sequence[Tensor],
         *,
         later_step: BudgetPlanner | None = None,
     ) -> Plan:
-        """Returns the plan that the option chooses for a chain and its inputs.
+        """Returns the plan for the steps of a model on inputs like these.
 
         `later_step` is a later training step, whose inputs may not fit now: then `True` runs no
         kernels and takes workspaces from there.
+
+        Raises:
+            BudgetError: no plan keeps to the budget.
+            PlanError: the user's plan is for other steps.
         """
-        option, outline = self.checkpoint, outline.without_loss()
-        if isinstance(option, Plan):
-            device = device_of(chain).type
-            if self.made_for and device != "meta" and not is_of_kind(self.made_for, device):
-                _warn_of_device(self.made_for, name_of(device) or device)
-            return option
+        return self._chosen(model, outline, inputs, later_step)[0].plan
+
+    def plans_for(
+        self, model: nn.Module, outline: Outline, inputs: Sequence[Tensor]
+    ) -> Sequence[RoomyPlan]:
+        """Returns the plan, and for a budget in bytes others for larger inputs, by rising room.
+
+        Raises:
+            BudgetError: no plan keeps to the budget, or the user's does not keep to the one that it
+                was made for.
+            PlanError: the user's plan is for other steps.
+        """
+        plans = self._chosen(model, outline, inputs)
+        report = self.report
+        if report is None or report.budget is None or _is_elsewhere(report.device, model):
+            return plans
+        if any(map(is_spread, model.parameters())):
+            # costs are those of whole parameters
+            return plans
+        (chosen,) = plans
+        still = report.fixed.beside_activations - report.fixed.inputs
+        costs = _costs(model, outline.without_loss())
+        grows = sum(tensor.nbytes for tensor in inputs) + simulate(chosen.plan, costs).peak
+        if still + grows > report.budget:
+            raise BudgetError(
+                f"this plan is for {report.title} and a budget of {exact_bytes(report.budget)}; "
+                f"on {title_of(model, inputs)} a training step by it takes at least "
+                f"{exact_bytes(still + grows)}. Lower the batch size, or plan for these inputs: "
+                "zoo.checkpoint(model, memory_budget=...) does so for each size that comes",
+                report.budget,
+            )
+        return [RoomyPlan(chosen.plan, (report.budget - still) / grows if grows else math.inf)]
+
+    @shown("zoo.checkpoint")
+    def _chosen(
+        self,
+        model: nn.Module,
+        outline: Outline,
+        inputs: Sequence[Tensor],
+        later_step: BudgetPlanner | None = None,
+    ) -> Sequence[RoomyPlan]:
+        if self.checkpoint != "auto":
+            outline = outline.without_loss()
+        plans = self._plans(model, outline, inputs, later_step)
+        plans[0].plan.check(len(outline))
+        return plans
+
+    def _plans(
+        self,
+        model: nn.Module,
+        outline: Outline,
+        inputs: Sequence[Tensor],
+        later_step: BudgetPlanner | None,
+    ) -> Sequence[RoomyPlan]:
+        option = self.checkpoint
+        if self.plan is not None:
+            if self.report is not None and _is_elsewhere(self.report.device, model):
+                _warn_of_device(self.report.device, _device_name(model))
+            return [RoomyPlan(self.plan)]
         if option is True or option == "auto":
-            parameters = [(name, p.shape, p.dtype) for name, p in chain.named_parameters()]
-            steps = outline.names(chain), outline.blocks, parameters
-            bounds = option, self.memory_budget, self.max_overhead
-            request = repr((*steps, _spec(chain, outline, inputs), *bounds))
+            parameters = [(name, p.shape, p.dtype) for name, p in model.named_parameters()]
+            spec = InputSpec.of(Invocation(tuple(inputs)), model)
+            bounds = option, self.memory_budget, self.max_overhead, self.step.names
+            request = repr((outline.names, outline.blocks, parameters, spec, bounds))
             if option == "auto":
-                return _first_decided(request, lambda: self._planned(chain, outline, inputs))
-            return _first_decided(request, lambda: _least(chain, outline, inputs, later_step))
-        costs = functools.cache(lambda: _costs(chain, outline, inputs))
+                return _first_decided(request, lambda: self._within_budget(model, outline, inputs))
+            return _first_decided(request, lambda: [RoomyPlan(_least(model, outline, later_step))])
+        costs = functools.cache(lambda: _costs(model, outline))
         if isinstance(option, int):
             plan = schemes.segments(outline.blocks, option)
         else:
             plan = schemes.named(option, outline.blocks, outline.whole, costs)
-        # a user's own steps do not run on fake tensors for this, but traced ones may
-        if option == "cheap" or not isinstance(chain, Chain):
-            with contextlib.suppress(PlanError):
-                _warn_of_no_saving(chain, option, plan, costs())
-        return plan
+        with contextlib.suppress(PlanError):
+            _warn_of_no_saving(model, option, plan, costs())
+        return [RoomyPlan(plan)]
 
-    def _planned(self, chain: Chain, outline: Outline, inputs: State) -> Plan:
-        """Plans for the budget and logs the prediction.
-
-        The optimizer is the one that steps in the backward; if there is none, AdamW is assumed.
-        """
-        known = _optimizer_in_backward(chain)
-        given = chain, outline, inputs
-        planner = BudgetPlanner(*given, optimizer=known or torch.optim.AdamW).measured()
+    def _within_budget(
+        self, model: nn.Module, outline: Outline, inputs: Sequence[Tensor]
+    ) -> Sequence[RoomyPlan]:
+        """Plans for the budget and logs the prediction."""
+        planner = self.step.planner(model, outline, inputs).measured()
+        is_assumed = self.step.optimizer == ASSUMED and planner.optimizer.updates is None
+        assumed = (
+            f"the optimizer is assumed to be AdamW, with a state of "
+            f"{format_bytes(planner.optimizer.state)}: pass optimizer= to zoo.checkpoint, "
+            "'adamw' or another name, a class, or the optimizer itself"
+        )
         try:
             report = planner.report(self.memory_budget, self.max_overhead)
         except BudgetError as error:
-            if known is not None:
+            if not is_assumed:
                 raise
-            raise BudgetError(
-                f"{error} The optimizer is assumed to be AdamW, with a state of "
-                f"{format_bytes(planner.optimizer.state)}; for another one plan by "
-                "zoo.plan(..., optimizer=...), and pass what it returns as checkpoint=.",
-                error.budget,
-                error.least,
-                error.baseline,
-            ) from None
+            text = f"{error} {assumed[0].upper()}{assumed[1:]}."
+            raise BudgetError(text, error.budget, error.least, error.baseline) from None
+        if is_assumed and self.memory_budget is not None:
+            _warn_of_assumed(type(model).__name__, assumed)
         _log.info(
             "%s: planned peak %s, x%.2f of the baseline, time x%.2f",
             planner.title,
@@ -278,13 +356,33 @@ class PlannedRunner:
             report.predicted_peak / report.baseline_peak,
             report.predicted_time_ratio,
         )
-        return report.plan
+        # a share of the baseline, and an overhead, grow with the inputs
+        if report.budget is None or isinstance(self.memory_budget, float):
+            return [RoomyPlan(report.plan)]
+        return planner.plans_with_room(report.budget)
 
 
 def warn_of_blocks(model: nn.Module, error: Exception) -> None:
     """Warns that a model whose training has begun goes on block by block."""
     what = "%s runs block by block: its forward cannot be planned for (%s)"
     _log.warning(what, type(model).__name__, error)
+
+
+def _device_name(model: nn.Module) -> str:
+    kind = device_of(model).type
+    return name_of(kind) or kind
+
+
+def _is_elsewhere(made_for: str, model: nn.Module) -> bool:
+    """Returns whether a model is on another device than its plan was made for."""
+    kind = device_of(model).type
+    return bool(made_for) and kind != "meta" and not is_of_kind(made_for, kind)
+
+
+@functools.cache
+def _warn_of_assumed(name: str, assumed: str) -> None:
+    """Warns, once in a process, that a budget counts an optimizer that nobody named."""
+    _log.warning("a plan for a budget of %s: %s", name, assumed)
 
 
 @functools.cache
@@ -304,19 +402,19 @@ def has_lazy(model: nn.Module) -> bool:
     return any(map(is_lazy, (*model.parameters(), *model.buffers())))
 
 
-def _least(chain: Chain, outline: Outline, inputs: State, later_step: BudgetPlanner | None) -> Plan:
+def _least(model: nn.Module, outline: Outline, later_step: BudgetPlanner | None) -> Plan:
     """Returns the plan with the least peak of the whole training step.
 
     The peak counts activations; gradients of parameters, from when the backward makes them to when
     an optimizer in the backward frees them; and kernel workspaces, for which each different kernel
     runs once. Gradients of parameters that are spread over processes are left out.
     """
-    device = device_of(chain)
+    device = device_of(model)
     rounding = rounding_of(device.type, splits_all=splits_all_blocks(device))
-    profile = profile_of(chain, outline, inputs, rounding)
+    profile = Profile(model, outline, rounding)
     # a training loop's variable holds the output beyond the backward
     returned = profile.returned
-    if any(map(is_spread, chain.parameters())):
+    if any(map(is_spread, model.parameters())):
         return least_memory(replace(profile.costs(), returned=returned))
     is_here = profile.device.type != "meta" and active_fake_mode() is None
     kernels: Sequence[KernelCosts | None] = ()
@@ -324,29 +422,29 @@ def _least(chain: Chain, outline: Outline, inputs: State, later_step: BudgetPlan
         kernels = later_step.kernels_for(profile)
     elif is_here and not is_profiling():
         kernels = profile.kernels(timed=False)
-    optimizer = _optimizer_in_backward(chain) if later_step is None else later_step.optimizer
+    optimizer = _optimizer_in_backward(model) if later_step is None else later_step.optimizer
     updates = None if optimizer is None else optimizer.updates
     costs = profile.costs(kernels=kernels, updates=updates)
     costs = replace(costs, returned=returned).with_parameter_gradients()
     plan = least_memory(costs)
-    _warn_of_no_saving(chain, True, plan, costs)
+    _warn_of_no_saving(model, True, plan, costs)
     return plan
 
 
-def _costs(chain: Chain, outline: Outline, inputs: State) -> StepCosts:
+def _costs(model: nn.Module, outline: Outline) -> StepCosts:
     """Returns the costs of steps whose kernels are not measured."""
-    updates = None if (known := _optimizer_in_backward(chain)) is None else known.updates
-    profile = profile_of(chain, outline, inputs)
-    return profile.costs(updates=updates).with_parameter_gradients()
+    updates = None if (known := _optimizer_in_backward(model)) is None else known.updates
+    costs = Profile(model, outline).costs(updates=updates)
+    return costs.with_parameter_gradients()
 
 
 # the models of which a warning said so, and the options that it named
 _SAVES_NOTHING: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
-def _warn_of_no_saving(chain: Chain, option: Any, plan: Plan, costs: StepCosts) -> None:
+def _warn_of_no_saving(model: nn.Module, option: Any, plan: Plan, costs: StepCosts) -> None:
     """Warns, once for a model and an option, if a plan takes no less than training without one."""
-    said = _SAVES_NOTHING.setdefault(chain, set())
+    said = _SAVES_NOTHING.setdefault(model, set())
     if repr(option) in said:
         return
     plain = simulate(Plan.keep_all(len(costs)), costs).peak
@@ -362,44 +460,32 @@ def _warn_of_no_saving(chain: Chain, option: Any, plan: Plan, costs: StepCosts) 
             "beside weights and optimizer. Take another option, such as memory_budget=, which says "
             "the least that is possible, or leave checkpointing out%s",
             option,
-            type(chain).__name__,
+            type(model).__name__,
             format_bytes(peak),
             format_bytes(plain),
-            hint if attached_to(chain.parameters()) is None else "",
+            hint if attached_to(model.parameters()) is None else "",
         )
 
 
-def _optimizer_in_backward(chain: Chain) -> OptimizerBytes | None:
+def _optimizer_in_backward(model: nn.Module) -> OptimizerBytes | None:
     """Returns the bytes of the optimizer that steps in the backward; None if there is none."""
-    attached = attached_to(chain.parameters())
+    attached = attached_to(model.parameters())
     if attached is None:
         return None
     try:
         group = attached.param_groups[0]
         return optimizer_bytes(
             lambda parameters: optimizer_like(attached, [{**group, "params": parameters}]),
-            chain.parameters(),
+            model.parameters(),
             in_backward=True,
         )
     except ArgumentError:
         # one that cannot be made again, or cannot step on fake tensors, counts as AdamW
-        return optimizer_bytes(torch.optim.AdamW, chain.parameters(), in_backward=True)
+        return optimizer_bytes(torch.optim.AdamW, model.parameters(), in_backward=True)
 
 
-def _plan_uncompiled(runner: PlannedRunner, chain: Chain, outline: Outline, inputs: State) -> None:
-    torch.compiler.disable(runner.plan_for)(chain, outline, inputs)  # type: ignore[no-untyped-call]
-
-
-# torch.compiler.disable sets these on a function; to call it here would import the compiler
-vars(_plan_uncompiled).update(
-    _torchdynamo_disable=True,
-    _torchdynamo_disable_msg="zoo decides a plan at the first training forward. For fullgraph=True "
-    "run one before compiling, or pass checkpoint= a Plan.",
-)
-
-
-def _first_decided(request: str, decide: Callable[[], Plan]) -> Plan:
-    """Returns the plan of the first process in a group that decided the same request.
+def _first_decided(request: str, decide: Callable[[], Sequence[RoomyPlan]]) -> Sequence[RoomyPlan]:
+    """Returns the plans of the first process in a group that decided the same request.
 
     Clocks differ, and so do plans by measured times. Each plan is exact, but collectives inside
     steps must be recomputed in the same order everywhere. A store is used instead of a broadcast,
@@ -414,21 +500,9 @@ def _first_decided(request: str, decide: Callable[[], Plan]) -> Plan:
     store = distributed.distributed_c10d._get_default_store()
     key = f"zoo/{hashlib.sha256(request.encode()).hexdigest()}"
     if store.check([key]):
-        return Plan.parse(store.get(key).decode())
-    return Plan.parse(store.compare_set(key, "", decide().text()).decode())
-
-
-def _spec(chain: Chain, outline: Outline, inputs: State) -> InputSpec:
-    """Returns what a plan depends on: what the inputs are like, and the steps."""
-    given = InputSpec.of(Invocation(inputs), chain)
-    steps = outline.blocks, tuple(map(_code_of, outline.steps))
-    return given._replace(structure=(given.structure, *steps))
-
-
-def _code_of(step: Step) -> tuple[str, str]:
-    """Names the code of a step, without its numeric arguments, such as a chunk's size."""
-    while isinstance(step, functools.partial):
-        step = step.func
-    if isinstance(step, str | nn.Module):
-        return type(step).__qualname__, ""
-    return type(getattr(step, "__self__", step)).__qualname__, getattr(step, "__name__", "")
+        text = store.get(key)
+    else:
+        made = "\n".join(f"{room!r} {plan.text()}" for plan, room in decide())
+        text = store.compare_set(key, "", made)
+    lines = (line.split(maxsplit=1) for line in text.decode().splitlines())
+    return [RoomyPlan(Plan.parse(plan), float(room)) for room, plan in lines]

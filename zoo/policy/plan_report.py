@@ -73,7 +73,8 @@ class PeakBytes:
         buffers: the model's, such as running statistics.
         inputs: the model's inputs, and tensors that the loss holds, such as targets.
         optimizer: the optimizer's state.
-        gradients: of parameters, as far as the backward has made them; in the optimizer's step all.
+        gradients: of parameters, as far as the backward has made them; in the optimizer's step all,
+            and everywhere where they are accumulated.
         kept: activations held since the forward: saved tensors of kept steps, inputs of segments,
             and the outputs of the model.
         recomputed: activations that a recomputation holds: the same, within a segment.
@@ -127,6 +128,10 @@ def peak_table(categories: Mapping[str, int], peak: int) -> str:
     return markdown_table(("category", "bytes", "share"), rows)
 
 
+# of saved reports; steps of the first one were other ranges of a model
+FORMAT = 2
+
+
 @dataclass(frozen=True)
 class PlanReport:
     """A plan and its predicted costs.
@@ -138,8 +143,8 @@ class PlanReport:
         predicted_activations: bytes of activations at their peak, without parameters' gradients.
         budget: bytes; None if a time was given.
         baseline_peak: `predicted_peak` of the baseline.
-        least_peak: the least peak of any plan; in a chain of more than 150 steps, of any plan whose
-            long segments begin and end at some 400 states of it, chosen between blocks.
+        least_peak: the least peak of any plan; of more than 150 steps, of any plan whose long
+            segments begin and end at some 400 states between them, chosen between blocks.
         fixed: bytes that no plan changes.
         at_peak: `predicted_peak` by category.
         flops: operations of the forward; `recomputed_flops` are those that are recomputed.
@@ -149,7 +154,11 @@ class PlanReport:
         title: the model and its inputs.
         kernels_measured: whether each kind of kernel was measured, so that kernel workspaces count.
         device: that it was made for, by its maker's name: the model's own, or the one whose peak
-            rates were asked for; "" in a file of an earlier version.
+            rates were asked for.
+        optimizer: the class of the optimizer that is counted; "" for none.
+        accumulates: whether gradients of earlier backwards are counted.
+        holds_outputs: whether what the model returns is counted until the backward is over.
+        format: how the steps are numbered: those of `FORMAT` are ranges of the forward's kernels.
     """
 
     plan: Plan
@@ -169,6 +178,10 @@ class PlanReport:
     title: str
     kernels_measured: bool = True
     device: str = ""
+    optimizer: str = ""
+    accumulates: bool = False
+    holds_outputs: bool = True
+    format: int = FORMAT
 
     def to_json(self) -> str:
         """Writes the report as JSON."""
@@ -215,8 +228,10 @@ class PlanReport:
             ("time of forward and backward", "", f"×{self.predicted_time_ratio:.2f}"),
             ("operations of the forward recomputed", "", f"{self._recomputed():.1%}"),
         ]
+        optimizer = f" with {self.optimizer}" if self.optimizer else ""
+        accumulated = ", gradients accumulated" if self.accumulates else ""
         parts = (
-            f"{self.title}, one training step",
+            f"{self.title}, one training step{optimizer}{accumulated}",
             markdown_table(("predicted", "", "of the baseline"), predicted),
             f"At the peak, {self.at_peak.moment}:",
             peak_table(self.at_peak.by_name(), self.predicted_peak),
@@ -228,11 +243,11 @@ class PlanReport:
     __str__ = table
 
     def plot(self, target: "str | Path | Axes") -> None:
-        """Draws the plan over its chain into a file (.svg, .png, .pdf) or a matplotlib Axes.
+        """Draws the plan over its steps into a file (.svg, .png, .pdf) or a matplotlib Axes.
 
-        The bar of a step, or of a block of a long chain, is as high as the bytes that it saves, and
-        colored by how often it runs; below it are the segments, nested ones below those around
-        them. A file also gets the peak by category.
+        The bar of a step, or of a block where there are many, is as high as the bytes that it
+        saves, and colored by how often it runs; below it are the segments, nested ones below those
+        around them. A file also gets the peak by category.
 
         Raises:
             ArgumentError: matplotlib is not installed, or a file of no known kind.
@@ -266,6 +281,11 @@ def _report(values: Any) -> PlanReport:
         raise PlanError(
             "it holds a list, as a plan without its costs is; zoo.Plan.from_json reads that, and "
             "checkpoint= takes the plan"
+        )
+    if isinstance(values, Mapping) and "plan" in values and values.get("format") != FORMAT:
+        raise PlanError(
+            "it was saved by another version of zoo, which numbered other steps; make the plan "
+            "anew, by zoo.plan(model, inputs, ...).save(file) or `zoo plan ... --save file`"
         )
     report = read(PlanReport, values)
     steps = len(report.plan.flatten())
@@ -316,6 +336,7 @@ class Frontier(Sequence[Point]):
     title: str
     kernels_measured: bool = True
     device: str = ""
+    format: int = FORMAT
 
     @overload
     def __getitem__(self, index: int) -> Point: ...

@@ -1,1 +1,1 @@
-"""Profiling: the bytes, operations and seconds that a chain will take and a training step took."""
+"""Profiling: the bytes, operations and seconds that a training step will take, and took."""

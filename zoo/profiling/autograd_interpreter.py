@@ -20,28 +20,10 @@ from zoo.profiling.fake_tensors import NumbersNeeded
 
 
 class LeafGradient(NamedTuple):
-    """A leaf and its complete gradient; `is_behind`: a path to the leaf has an earlier node."""
+    """A leaf and its complete gradient."""
 
     leaf: Tensor
     gradient: Tensor
-    is_behind: bool
-
-
-class HeldTensor:
-    """A tensor that autograd saves, as hooks of saved tensors pack it.
-
-    `on_release` is called when its node has run, where the node lives on.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor
-        self.on_release: Callable[[], object] | None = None
-
-    def release(self) -> None:
-        """Lets go of the tensor."""
-        self.tensor = None
-        if self.on_release is not None:
-            self.on_release()
 
 
 class _Pending:
@@ -57,7 +39,6 @@ class _Pending:
         self.is_own = False
         self.gradients: list[Tensor | None] = [None] * len(self.metadata)
         self.missing = 0
-        self.is_behind = False
         self.owners: list[Any] = []
 
     def fitted(self, gradient: Tensor | None, number: int) -> Tensor | None:
@@ -90,7 +71,6 @@ class _Pending:
 @torch.no_grad()
 def gradients_of(
     roots: list[Tensor],
-    earlier: int = 0,
     on_node: Callable[[Any], bool] = lambda _: False,
     on_end: Callable[[], object] = lambda: None,
     *,
@@ -99,11 +79,10 @@ def gradients_of(
     """Yields leaves with the gradients of the sum of `roots`, each when its gradient is complete.
 
     `roots` is emptied, so that each node is freed after it ran, together with its saved tensors.
-    Nodes with a sequence number below `earlier` are earlier ones. `on_node` is called before each
-    node runs, and returns whether the gradients of the node are copied; `on_end` when it has let go
-    of what it saved, before the gradients that it returned are added to others. With
-    `keeps_graph` the graph is left as it was: a backward of the program's own is not called, and
-    zeros stand for the gradients that it would return.
+    `on_node` is called before each node runs, and returns whether the gradients of the node are
+    copied; `on_end` when it has let go of what it saved, before the gradients that it returned are
+    added to others. With `keeps_graph` the graph is left as it was: a backward of the program's own
+    is not called, and zeros stand for the gradients that it would return.
     """
     pending = _pending(root.grad_fn for root in roots)
     while roots:
@@ -122,13 +101,12 @@ def gradients_of(
         given = pending.pop(node)
         if (leaf := _leaf_of(node)) is not None:
             if given.gradients[0] is not None:
-                yield LeafGradient(leaf, given.gradients[0], given.is_behind)
+                yield LeafGradient(leaf, given.gradients[0])
             continue
         is_copied = on_node(node)
         made = _stood_in(node) if keeps_graph and _is_users(node) else _run(node, given)
         if is_copied:
             made = [gradient if gradient is None else gradient.clone() for gradient in made]
-        is_behind = given.is_behind or node._sequence_nr() < earlier
         following = node.next_functions
         fitted = [
             behind and pending[behind].fitted(gradient, number)
@@ -137,8 +115,9 @@ def gradients_of(
         functions = [behind for behind, _ in following if behind and _is_function(behind)]
         for behind in functions:
             pending[behind].owners.append((node, given.owners))
-        if functions and not keeps_graph:
-            _drop_saved_tensors(node)
+        if functions and not keeps_graph and _is_function(node):
+            # it stays as an owner, and shall hold nothing
+            vars(node).clear()
         # a name would keep the node alive; its saved tensors go before gradients are added up
         del given, made, node, functions
         on_end()
@@ -146,7 +125,6 @@ def gradients_of(
         for (behind, number), gradient in zip(following, fitted, strict=True):
             if behind is not None:
                 pending[behind].add(gradient, number, is_shared=times[id(gradient)] > 1)
-                pending[behind].is_behind |= is_behind
                 if not pending[behind].missing:
                     heapq.heappush(ready, (-behind._sequence_nr(), next(order), behind))
         del fitted, following, gradient, behind
@@ -189,19 +167,6 @@ def _is_function(node: Any) -> bool:
 def _is_users(node: Any) -> bool:
     """Returns whether the backward of a node is a program's own, in Python or in C++."""
     return _is_function(node) or "CppNode" in node.name()
-
-
-def _drop_saved_tensors(node: Any) -> None:
-    """Has a node that ran, and that stays as an owner, hold no tensor that a HeldTensor packs."""
-    if _is_function(node):
-        vars(node).clear()
-    names = (name for name in dir(node) if name.startswith("_raw_saved_"))
-    for name in names:
-        found = getattr(node, name)
-        for saved in found if isinstance(found, tuple) else (found,):
-            packed = saved.data
-            if isinstance(packed, HeldTensor):
-                packed.release()
 
 
 def _stood_in(node: Any) -> list[Tensor | None]:

@@ -11,6 +11,7 @@ kernels return on fake tensors is the business of `fake_results`.
 import contextlib
 import functools
 import logging
+import operator
 import sys
 import warnings
 import weakref
@@ -28,8 +29,6 @@ from zoo._torch import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
     disable_current_modes,
     dispatch_modes,
     fake_of,
@@ -48,18 +47,8 @@ from zoo.engine.operator_effects import (
 )
 from zoo.engine.recording import KernelMode, written_by
 from zoo.profiling.fake_results import CPU, DATA_NEEDED, result_of
-from zoo.profiling.tensor_spec import VALUES, flattened, tensors_in
+from zoo.profiling.tensor_spec import VALUES, tensors_in
 
-# what operators raise on fake tensors only; for a common type, the texts that tell
-OF_FAKES = (
-    *DATA_NEEDED,
-    NotImplementedError,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
-SAID_OF_FAKES = (
-    "data pointer", ".numpy()", "data is not allocated yet", "shape_env must not be None"
-)  # fmt: skip
 META = torch.device("meta")
 # torch asks a tensor these before it runs a kernel; they are no kernels
 DEVICE = torch.ops.prim.device.default
@@ -76,11 +65,6 @@ _log_of_torch = logging.getLogger("torch._subclasses.fake_tensor")
 
 class NumbersNeeded(BaseException):
     """A forward reads unknown values; no `except Exception` of its own catches this."""
-
-
-def is_of_fakes(error: BaseException) -> bool:
-    """Says whether real tensors would not have raised this error."""
-    return isinstance(error, OF_FAKES) or any(words in str(error) for words in SAID_OF_FAKES)
 
 
 class FakeTensorFixes(KernelMode):
@@ -339,8 +323,13 @@ def _takes_both_at_once() -> bool:
 
 
 def put_tensors(model: nn.Module, made: Mapping[int, Tensor]) -> None:
-    """Replaces a model's tensors, by id, including those in lists and dicts of its modules."""
+    """Replaces a model's tensors, by id, including those in lists and dicts of its modules.
+
+    Lists and dicts are written in place, since several modules may share one.
+    """
     leaves = (nn.Module, *VALUES)
+    # by id; the original is held, so that no other object gets its id
+    known: dict[int, tuple[Any, Any]] = {}
 
     def other(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -348,18 +337,26 @@ def put_tensors(model: nn.Module, made: Mapping[int, Tensor]) -> None:
         # to flatten is slow, and most values are no containers
         if isinstance(value, leaves):
             return value
-        parts, tree = flattened(value)
-        if not any(isinstance(part, Tensor) for part in parts):
+        if id(value) not in known:
+            # a container may contain itself
+            known[id(value)] = value, value
+            known[id(value)] = value, replaced(value)
+        return known[id(value)][1]
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, list | dict):
+            places = value.items() if isinstance(value, dict) else enumerate(value)
+            for place, part in list(places):
+                if (new := other(part)) is not part:
+                    value[place] = new
             return value
-        replaced = [other(part) if isinstance(part, Tensor) else part for part in parts]
-        return pytree.tree_unflatten(replaced, tree)
+        parts, tree = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+        others = [*map(other, parts)]
+        is_same = all(map(operator.is_, parts, others))
+        return value if is_same else pytree.tree_unflatten(others, tree)
 
     for module in list(model.modules()):
-        for name, value in list(vars(module).items()):
-            if type(value) is dict:
-                value.update({key: other(part) for key, part in value.items()})
-            elif type(value) in (list, tuple) or isinstance(value, Tensor):
-                vars(module)[name] = other(value)
+        other(vars(module))
 
 
 def copied(tensor: Tensor) -> Tensor:

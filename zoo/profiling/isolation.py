@@ -19,6 +19,7 @@ import importlib
 import logging
 import os
 import pickle
+import random
 import signal
 import sys
 import threading
@@ -30,9 +31,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from zoo._torch import active_fake_mode, disable_current_modes, leave_out_compiler
-from zoo.chain import GLOBAL_HOOKS
 from zoo.engine.devices import devices_in_use, random_state_restored
 from zoo.errors import ZooError
+from zoo.layers.module_hooks import GLOBAL_HOOKS
 from zoo.profiling.source_location import line_of_frame
 
 # part of the error of autograd's engine in a forked process where it has threads for a device
@@ -116,12 +117,15 @@ def _answer(function: Callable[[bool], Any], is_apart: bool, fires_hooks: bool) 
 def in_fork(function: Callable[[], Any]) -> Any:
     """Calls a function in a forked process; returns its result or `Failed`."""
     reader, writer = os.pipe()
+    # Python seeds its generator anew in a forked process, and a forward may branch by it
+    stream = random.getstate()
     with warnings.catch_warnings():
         # Python warns of the parent's threads, for which the child does not wait
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
         os.close(reader)
+        random.setstate(stream)
         _be_child(function, writer)
     os.close(writer)
     status: int | None = None

@@ -15,12 +15,11 @@ has it, as with `torch.set_float32_matmul_precision("high")` and in cuDNN's conv
 import contextlib
 import functools
 import itertools
-import operator
 import re
 import statistics
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -115,6 +114,13 @@ def rated_device(name: str | None, own: torch.device) -> Device | None:
     return device_named(name)
 
 
+def device_like(device: torch.device) -> Device:
+    """Returns a device of the table that is like one of torch's."""
+    like = DEVICES["small-cpu" if device.type in ("cpu", "meta") else "a100"]
+    # cuBLAS holds workspaces on CUDA alone
+    return like if device.type == "cuda" else replace(like, workspace=0)
+
+
 def is_of_kind(made_for: str, kind: str) -> bool:
     """Returns whether a device is the current one of a kind such as "cuda", or is like it.
 
@@ -154,62 +160,6 @@ def held_by_libraries(
         return THREADS * max((known.held for known in costs if known is not None), default=0)
     names = {spec.operator.rpartition(".")[0] for spec in specs if spec is not None}
     return 0 if PRODUCTS.isdisjoint(names) else THREADS * device.workspace
-
-
-class Kernel(NamedTuple):
-    """A kernel that ran: the number of its call, floating-point operations, bytes it moved."""
-
-    number: int
-    flops: int
-    moved: int
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Allocated bytes, freed bytes (below 0) and kernels, in their order."""
-
-    events: tuple[int | Kernel, ...]
-
-    @property
-    def kernels(self) -> list[Kernel]:
-        """Its kernels."""
-        return [event for event in self.events if isinstance(event, Kernel)]
-
-    @property
-    def flops(self) -> int:
-        """Floating-point operations of its kernels."""
-        return sum(kernel.flops for kernel in self.kernels)
-
-    def peak(self, costs: Sequence[KernelCosts | None] = ()) -> int:
-        """Returns the peak in bytes; a kernel takes its workspace in addition to its results."""
-        total = most = 0
-        for event in self.events:
-            if not isinstance(event, Kernel):
-                total += event
-                most = max(most, total)
-            elif costs and (known := costs[event.number]):
-                most = max(most, total + known.workspace)
-        return most
-
-    def edited(self, left_out: Container[int], others: Iterable[tuple[int, int]]) -> "Curve":
-        """Returns the curve without the bytes of some events, and with others inserted.
-
-        `others` are pairs: the event that the bytes come before, and the bytes.
-        """
-        events: list[tuple[int, int | Kernel]] = [*others]
-        events += [(n, 0 if n in left_out else event) for n, event in enumerate(self.events)]
-        return Curve(tuple(event for _, event in sorted(events, key=operator.itemgetter(0))))
-
-    def seconds(
-        self, device: Device, dtype: torch.dtype, costs: Sequence[KernelCosts | None] = ()
-    ) -> float:
-        """Returns the seconds of its kernels, measured or else estimated."""
-        seconds = 0.0
-        for kernel in self.kernels:
-            known = costs[kernel.number] if costs else None
-            estimate = device.seconds(kernel.flops, kernel.moved, dtype)
-            seconds += estimate if known is None else known.seconds
-        return seconds
 
 
 @functools.cache

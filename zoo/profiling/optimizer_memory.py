@@ -6,7 +6,7 @@ It steps on fake parameters, so that Adam's two copies of a large model are coun
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from zoo._torch import DataDependentOutputException, FakeTensorMode, devices_with_kernels_of_lists
 from zoo.errors import ArgumentError, nearest, shortened
 from zoo.optimizer.independence import optimizer_like, step_alone
+from zoo.planner.step_log import Allocated, Freed
 from zoo.profiling.caching_allocator import Rounding, rounding_of
-from zoo.profiling.chain_step_profile import AllocationMode, StepContext, UpdateBytes
 from zoo.profiling.fake_results import CPU
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.isolation import import_for_fakes, isolated
-from zoo.profiling.step_logger import Form, form_of
+from zoo.profiling.step_logger import Form, StepLogger, UpdateBytes, form_of
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.units import counted
 
@@ -43,12 +43,13 @@ class OptimizerBytes:
     """Bytes of an optimizer: its state, and the peak of a step above the state.
 
     `updates` are the bytes of a step for one parameter, by its shape and dtype, if the optimizer
-    steps in the backward; else None.
+    steps in the backward; else None. `name` is that of its class, "" where there is none.
     """
 
     state: int = 0
     step: int = 0
     updates: UpdateBytes | None = None
+    name: str = ""
 
 
 def maker_of(option: Any, model: nn.Module | None = None) -> MakeOptimizer | None:
@@ -193,13 +194,15 @@ def _on_fakes(
         are_loops = all("foreach" in g and not g["foreach"] for g in optimizer.param_groups)
         try:
             if in_backward or are_loops:
-                return _counted_by_form(optimizer, in_backward, device, rounding)
-            return _counted(optimizer, device, rounding)
+                counted = _counted_by_form(optimizer, in_backward, device, rounding)
+            else:
+                counted = _counted(optimizer, device, rounding)
         except (DataDependentOutputException, TypeError, RuntimeError) as error:
             raise ArgumentError(
                 f"{type(optimizer).__name__} cannot step on fake tensors ({error}). Pass "
                 "optimizer= one of like state, or None and take its bytes off the budget."
             ) from error
+        return replace(counted, name=type(optimizer).__name__)
 
 
 def _choose_kernels_of_lists(group: dict[str, Any], device: str | None) -> None:
@@ -276,6 +279,14 @@ def _state_bytes(state: Any, rounding: Rounding, counters_on_host: bool) -> int:
 
 
 def _allocated(rounding: Rounding, step: Callable[..., Any], *parameters: Tensor) -> int:
-    with AllocationMode(StepContext(rounding)) as allocations:
+    """Returns the most bytes that a step holds at once beside what was there before."""
+    logger = StepLogger(itertools.count(1).__next__, caches_casts=False)
+    with logger:
         step(*parameters)
-    return int(allocations.curve().peak())
+    log = logger.log.counted(rounding)
+    changes = (
+        log.sizes[event.storage] * (1 if isinstance(event, Allocated) else -1)
+        for _, event in log.forward
+        if isinstance(event, Allocated | Freed)
+    )
+    return max(itertools.accumulate(changes), default=0)

@@ -1,41 +1,47 @@
-"""Source locations: the module, step and line that an operation belongs to, from Python's stack.
+"""Source locations: the module and the line that an operation belongs to, from Python's stack.
 
-Module hooks would miss a chain's steps, would not fire at the end of a module whose recomputation
-stops early, and would change the tracked model.
+Module hooks would not fire at the end of a module that raises, and would change the tracked model.
 """
 
+import ast
 import contextlib
 import functools
+import itertools
+import linecache
 import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from zoo import layers, models
-from zoo.chain import fold, step_name
 
 _CALL = nn.Module._wrapped_call_impl.__code__
-_FOLD = fold.__code__
 _BACKWARDS = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
+# a function of torch that calls others, with much between them
+_ATTENTION = nn.functional.multi_head_attention_forward.__code__
 _FOLDER = os.path.dirname
 _ZOO = _FOLDER(_FOLDER(__file__)) + os.sep
 # zoo's own files that compute a model; all others run models
 _SHOWN = tuple(folder + os.sep for package in (models, layers) for folder in package.__path__)
-_HIDDEN = (_FOLDER(torch.__file__) + os.sep, contextlib.__file__, "<")
+_TORCH = _FOLDER(torch.__file__) + os.sep
+_HIDDEN = (_TORCH, contextlib.__file__, "<")
+# torch's own code that calls functions of torch, and the functions
+_CALLERS = tuple(os.path.join(_TORCH, folder, "") for folder in ("nn", "optim"))
+_FUNCTIONS = frozenset({nn.functional.__file__, torch.functional.__file__})
+_RUNNER = _CALL.co_filename
 # a module of zoo with this global runs a training loop; its lines are not the user's
 LOOP = "IS_TRAINING_LOOP"
 
 
 class Location(NamedTuple):
-    """Block, step, path of the module and "file:line"; each "" where there is none."""
+    """Block, path of the module and "file:line"; each "" where there is none."""
 
     block: str = ""
-    step: str = ""
     module: str = ""
     line: str = ""
 
@@ -50,13 +56,11 @@ class Locations:
         self.model = model
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.inside = False
-        self._homes: dict[str, str] = {}
-        self._lines: dict[tuple[str, str], str] = {}
+        self._lines: dict[str, str] = {}
 
     def here(self, frame: FrameType | None) -> Location:
         """Returns the location of a frame, and sets `inside`."""
         module = line = None
-        step = ""
         self.inside = False
         for caller in _outward(frame):
             code = caller.f_code
@@ -64,54 +68,102 @@ class Locations:
                 path = self.paths.get(id(_local(caller, "self")))
                 if path is not None:
                     self.inside = True
-                    module = path if module is None and not step else module
-            elif code is _FOLD:
-                self.inside = True
-                step = step or step_name(_local(caller, "step"), self.paths)
+                    module = path if module is None else module
             elif line is None and code in _BACKWARDS:
                 # a recomputation's line is that of its forward, not of the call of backward()
-                line = self._lines.get((step, module or ""), "")
+                line = self._lines.get(module or "", "")
             elif line is None:
                 line = _line_at(caller)
-            if line is not None and (step or module == ""):
+            if line is not None and module is not None:
                 break
         path = module or ""
         if line is None:
             # the stack of a backward's own thread begins there
-            line = self._lines.get((step, path), "")
-        elif step or path:
-            self._lines.setdefault((step, path), line)
-        home = step or module
-        block = "" if home is None else self._block(home)
-        if step and path:
-            self._homes.setdefault(path, block)
-        return Location(block, step, path, line)
+            line = self._lines.get(path, "")
+        elif path:
+            self._lines.setdefault(path, line)
+        return Location("" if module is None else self._block(path), path, line)
 
     def of_module(self, path: str, known: Location = UNKNOWN) -> Location:
-        """Returns the location of a module that is not running; step and line are `known`'s."""
-        return Location(self._homes.get(path) or self._block(path), known.step, path, known.line)
+        """Returns the location of a module that is not running; the line is `known`'s."""
+        return Location(self._block(path), path, known.line)
 
     def _block(self, path: str) -> str:
         return block_of(path) or type(self.model).__name__
 
 
+class Instruction(NamedTuple):
+    """An instruction of Python that calls a function of torch: in which frame and code, and where.
+
+    `function` is its name if it is written in Python, and thus has a frame.
+    """
+
+    frame: int
+    code: CodeType
+    offset: int
+    function: str
+
+    def name(self) -> str:
+        """Returns the name of the function; "" if the instruction calls none by a name."""
+        return self.function or _called_at(self.code, self.offset)
+
+
 def modules_around(
     frame: FrameType | None, paths: Mapping[int, str]
-) -> tuple[tuple[str, ...], str]:
+) -> tuple[tuple[str, ...], str, Instruction | None]:
     """Returns the paths of the modules whose calls contain a frame, outermost first, and its line.
 
     `paths` are by the ids of modules. The line is "file:line" of the innermost code that is not
-    torch's; "" if no module is running.
+    torch's; "" if no module is running. The instruction is the innermost one that calls a function
+    of torch, None for a gradient that the forward takes.
     """
     modules: list[str] = []
-    line = None
+    line = instruction = None
+    function, is_found = "", False
     for caller in _outward(frame):
-        if caller.f_code is _CALL:
+        code = caller.f_code
+        if code is _CALL:
             path = paths.get(id(_local(caller, "self")))
             modules += [] if path is None else [path]
         elif line is None:
             line = _line_at(caller)
-    return tuple(reversed(modules)), line if line and modules else ""
+        if is_found:
+            continue
+        if code in _BACKWARDS:
+            is_found = True
+        elif code is _ATTENTION or _calls_functions(code.co_filename):
+            is_found = True
+            instruction = Instruction(id(caller), code, caller.f_lasti, function)
+        elif code.co_filename in _FUNCTIONS:
+            function = code.co_name.lstrip("_")
+    return tuple(reversed(modules)), line if line and modules else "", instruction
+
+
+@functools.cache
+def _calls_functions(filename: str) -> bool:
+    """Returns whether a file is code of models: the user's, or modules of torch."""
+    if filename.startswith(_TORCH):
+        return filename.startswith(_CALLERS) and filename not in _FUNCTIONS | {_RUNNER}
+    return _shown(filename) is not None
+
+
+@functools.cache
+def _called_at(code: CodeType, offset: int) -> str:
+    """Returns the name of the function that an instruction calls, from the source; "" without."""
+    first, last, start, end = next(itertools.islice(code.co_positions(), offset // 2, None))
+    if first is None or last is None or start is None or end is None:
+        return ""
+    lines = [
+        linecache.getline(code.co_filename, number).encode() for number in range(first, last + 1)
+    ]
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][start:]
+    try:
+        call = ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
+    except (SyntaxError, ValueError):
+        return ""
+    called = call.func if isinstance(call, ast.Call) else None
+    return getattr(called, "attr", getattr(called, "id", ""))
 
 
 def line_of_traceback(error: BaseException) -> str:
@@ -132,8 +184,8 @@ def is_differentiated(frame: FrameType | None) -> bool:
 
 
 def block_of(path: str) -> str:
-    """Returns the block that a step or module belongs to: 'layer1.0.bn1' -> 'layer1.0'."""
-    parts = path.partition("(")[0].split(".")
+    """Returns the block that a module belongs to: 'layer1.0.bn1' -> 'layer1.0'."""
+    parts = path.split(".")
     end = next((index for index, part in enumerate(parts, 1) if part.isdecimal()), -1)
     return ".".join(parts[:end]) or path
 

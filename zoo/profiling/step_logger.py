@@ -10,7 +10,7 @@ import bisect
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,8 @@ LEFT_OUT = -1
 LATE = 8
 # the shape and the dtype of a parameter
 Form = tuple[tuple[int, ...], torch.dtype]
+# bytes that an optimizer takes for a parameter of a form
+UpdateBytes = Mapping[Form, int]
 
 
 def form_of(parameter: Tensor) -> Form:
@@ -230,7 +232,7 @@ class StepLogger(KernelMode):
         gradients = []
         walk = gradients_of(roots, on_node=self._on_node, on_end=self._on_end, keeps_graph=is_real)
         with self:
-            for leaf, gradient, _ in walk:
+            for leaf, gradient in walk:
                 # as the `grad` of the parameter does
                 gradients.append(gradient)
                 if isinstance(leaf, nn.Parameter):

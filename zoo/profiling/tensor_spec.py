@@ -5,9 +5,8 @@ Tensors, fake or real, can be made from it again; those that shared a storage sh
 
 import dataclasses
 import math
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,6 @@ from zoo._torch import conj, is_traceable_wrapper_subclass, neg_view, pytree
 from zoo.engine.operands import parts_of, parts_of_wrapper
 from zoo.engine.operator_effects import CONSTANTS, DROPOUT_STATE, effects_of, resolved
 from zoo.optimizer.in_backward import FreedGradient
-from zoo.profiling.caching_allocator import Rounding, as_requested
 
 # types that hold no tensor
 VALUES = (int, float, str, type(None), torch.dtype, torch.device, torch.layout)
@@ -86,74 +84,35 @@ class TensorSpec(NamedTuple):
         numbers = reach if math.prod(self.shape) else 0
         return self._replace(offset=0, bytes=numbers * self.dtype.itemsize)
 
-    def renumbered(self, tensors: dict[int, int], storages: dict[int, int]) -> "TensorSpec":
-        """Maps both numbers; a number that is not mapped yet gets the next free one."""
-        return self._replace(
-            tensor=tensors.setdefault(self.tensor, len(tensors)),
-            storage=storages.setdefault(self.storage, len(storages)),
-        )
-
     def on_cpu(self) -> "TensorSpec":
         """Moves a tensor on the meta device to the CPU, whose kernels stand for any device's."""
         return self._replace(device=torch.device("cpu")) if self.device.type == "meta" else self
 
 
-StateSpec = tuple[TensorSpec | None, ...]
+def specs_of(tensors: Iterable[Tensor]) -> list[TensorSpec]:
+    """Returns the specs of tensors, numbered in their order."""
+    numbers: dict[int, int] = {}
+    storages: dict[int, int] = {}
+    return [
+        TensorSpec.of(tensor)._replace(
+            tensor=numbers.setdefault(id(tensor), len(numbers)),
+            storage=storages.setdefault(tensor.untyped_storage()._cdata, len(storages)),
+        )
+        for tensor in tensors
+    ]
 
 
-class Storages:
-    """Numbers storages in the order in which they are made here or first seen.
-
-    `sizes` are their bytes, counted by `rounding`.
-    """
-
-    def __init__(self, rounding: Rounding = as_requested) -> None:
-        self.rounding = rounding
-        self.sizes: list[int] = []
-        self._numbers: Any = weakref.WeakKeyDictionary()
-
-    def number(self, tensor: Tensor) -> int:
-        """Returns the number of a tensor's storage."""
-        storage = tensor.untyped_storage()
-        if storage not in self._numbers:
-            self._numbers[storage] = self.add(self.rounding(storage.nbytes()))
-        return int(self._numbers[storage])
-
-    def numbers_of(self, storages: Iterable[Any]) -> set[int]:
-        """Returns the numbers of those storages that have one."""
-        return {self._numbers[storage] for storage in storages if storage in self._numbers}
-
-    def add(self, size: int) -> int:
-        """Returns the number of one more storage, of which there is no tensor."""
-        self.sizes.append(size)
-        return len(self.sizes) - 1
-
-    def specs(self, tensors: Iterable[Tensor | None], before: Iterable[Any] = ()) -> StateSpec:
-        """Returns the specs of tensors; tensors in `before` get the first numbers."""
-        numbers: dict[int, int] = {}
-        for tensor in before:
-            if tensor is not None:
-                numbers.setdefault(id(tensor), len(numbers))
-
-        def described(tensor: Tensor) -> TensorSpec:
-            number = numbers.setdefault(id(tensor), len(numbers))
-            return TensorSpec.of(tensor)._replace(tensor=number, storage=self.number(tensor))
-
-        return tuple(None if tensor is None else described(tensor) for tensor in tensors)
-
-    def empty(self, state: StateSpec) -> tuple[Tensor | None, ...]:
-        """Makes the tensors of a state numbered from 0; their storages get the same numbers."""
-        specs = {spec.tensor: spec for spec in state if spec is not None}
-        views = Counter(spec.storage for spec in specs.values())
-        bases: dict[int, Tensor | None] = {}
-        made: dict[int, Tensor] = {}
-        for number, spec in specs.items():
-            if views[spec.storage] > 1 and spec.storage not in bases:
-                base = torch.empty(spec.bytes, dtype=torch.uint8, device=spec.device)
-                bases[spec.storage] = base
-            made[number] = spec.empty(bases.get(spec.storage))
-            self.number(made[number])
-        return tuple(None if spec is None else made[spec.tensor] for spec in state)
+def made_of(specs: Sequence[TensorSpec]) -> list[Tensor]:
+    """Makes the tensors that specs describe; those of one storage share one."""
+    distinct = {spec.tensor: spec for spec in specs}
+    views = Counter(spec.storage for spec in distinct.values())
+    bases: dict[int, Tensor] = {}
+    made: dict[int, Tensor] = {}
+    for number, spec in distinct.items():
+        if views[spec.storage] > 1 and spec.storage not in bases:
+            bases[spec.storage] = torch.empty(spec.bytes, dtype=torch.uint8, device=spec.device)
+        made[number] = spec.empty(bases.get(spec.storage))
+    return [made[spec.tensor] for spec in specs]
 
 
 class KernelSpec(NamedTuple):
@@ -184,7 +143,7 @@ class KernelSpec(NamedTuple):
 
     def prepared(self) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """Returns the operator and its arguments: floating-point tensors of 0.5, others of 0."""
-        made: Any = Storages().empty(self._tensors)
+        made = made_of(self._tensors)
         for tensor in made:
             # an expanded tensor cannot be written, but its storage can
             whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -223,7 +182,7 @@ def _of_arguments(tensors: Iterable[Tensor]) -> list[TensorSpec]:
     An argument that shares its storage with no other gets one of its own size, at offset 0: a
     kernel does not see the rest.
     """
-    described = (spec.on_cpu() for spec in Storages().specs(tensors) if spec is not None)
+    described = (spec.on_cpu() for spec in specs_of(tensors))
     specs = [spec._replace(requires_grad=False) for spec in described]
     views = Counter({spec.tensor: spec.storage for spec in specs}.values())
     return [spec.alone() if views[spec.storage] == 1 else spec for spec in specs]
@@ -238,6 +197,30 @@ def storages_of(tensor: Any) -> list[Any]:
     if tensor.layout is torch.strided:
         return [tensor.untyped_storage()]
     return [part.untyped_storage() for part in parts_of(tensor)]
+
+
+def tensors_held_by(value: Any, most: float = math.inf) -> list[Tensor]:
+    """Returns the tensors that an object holds, also in attributes, as of a dataclass or cache.
+
+    At most so many objects are looked into.
+    """
+    tensors: dict[int, Tensor] = {}
+    # keeps each object alive, so that its id is not reused
+    seen: dict[int, Any] = {}
+    waiting = [value]
+    while waiting and len(seen) < most:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            tensors.setdefault(id(value), value)
+        elif not isinstance(value, VALUES) and id(value) not in seen and not callable(value):
+            seen[id(value)] = value
+            parts = list(getattr(value, "__dict__", {}).values())
+            if isinstance(value, Mapping):
+                parts = [*value.values(), *parts]
+            elif isinstance(value, list | tuple | set | frozenset):
+                parts = [*value, *parts]
+            waiting += reversed(parts)
+    return list(tensors.values())
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -63,8 +63,8 @@ class Allocation:
         category: one of `CATEGORIES`.
         phase: the phase of the step that allocated it; "before" if it is older.
         block: the block of the model that allocated it, or that a parameter belongs to: the path of
-            a module, a chain's step, the model's class for code in no block; "" for none.
-        step, module: the step of the chain and the path of the module, likewise.
+            a module, the model's class for code in no block; "" for none.
+        module: the path of the module, likewise.
         line: "file:line" of the program, outside torch; in the backward, the forward's line.
         shape, dtype: those of the first tensor that used it.
         name: that of the parameter or buffer; for a gradient, that of its parameter.
@@ -76,7 +76,6 @@ class Allocation:
     category: str
     phase: str = ""
     block: str = ""
-    step: str = ""
     module: str = ""
     line: str = ""
     shape: tuple[int, ...] = ()
@@ -91,7 +90,7 @@ class Allocation:
     @property
     def place(self) -> str:
         """The most specific name for its origin."""
-        return self.name or self.module or self.step or self.phase
+        return self.name or self.module or self.phase
 
 
 @dataclass(frozen=True)
@@ -463,12 +462,12 @@ def _lines(rows: Rows) -> str:
 
 
 def _places(allocations: Sequence[Allocation], points: Sequence[int]) -> dict[str, Any]:
-    """Returns step, module and line of the latest allocation at each point, without repeats."""
-    made = sorted((a.start, (a.step, a.module, a.line)) for a in allocations if a.start)
+    """Returns module and line of the latest allocation at each point, without repeats."""
+    made = sorted((a.start, (a.module, a.line)) for a in allocations if a.start)
     starts = [start for start, _ in made]
     # before the step's first allocation there is none
     latest = [bisect.bisect_right(starts, point) for point in points]
-    places = [made[number - 1][1] if number else ("", "", "") for number in latest]
+    places = [made[number - 1][1] if number else ("", "") for number in latest]
     names = list(dict.fromkeys(places))
     numbers = {place: number for number, place in enumerate(names)}
     return {"names": [list(place) for place in names], "at": [numbers[place] for place in places]}

@@ -1,6 +1,6 @@
 """The charts of a report as data: axes, layers, texts, and colors by their role in `page.css`.
 
-`matplotlib_charts.py` draws them into files, `bokeh_charts.py` for the page.
+`matplotlib_charts.py` draws them into files, `svg_charts.py` for the page.
 
     memory       bytes over a training step: all runs, their peaks marked
     categories   bytes of one run, stacked by category
@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from zoo.planner.plan import Plan
-from zoo.report.chain_axis import AxisLabel, ChainAxis, chain_axis, segments
 from zoo.report.escaping import visible
 from zoo.report.rows import MISSING, VARIANTS
+from zoo.report.step_axis import AxisLabel, StepAxis, segments, step_axis
 from zoo.units import format_bytes, unit_of
 
 Timeline = Mapping[str, Any]
@@ -59,7 +59,7 @@ RUNS = {
 }
 # the bars below the axis
 SEGMENTS = "below: segments, nested ones lower"
-# shapes of marks by bokeh's names: matplotlib's markers, and characters for a legend
+# shapes of marks: matplotlib's markers, and characters for a legend
 SHAPES = {
     **{"circle": ("o", "●"), "square": ("s", "■"), "triangle": ("^", "▲"), "diamond": ("D", "◆")},
     **{"inverted_triangle": ("v", "▼"), "plus": ("P", "✚"), "ring": ("", "◯")},
@@ -239,12 +239,12 @@ def _step(highest: int) -> tuple[Axis, Axis, int, list[Layer]]:
 def _points(timeline: Timeline) -> tuple[list[float], dict[str, list[str]]]:
     """Returns the places and the tips of points, and of the end, which has nothing new.
 
-    Step, module and line are those of the latest allocation.
+    Module and line are those of the latest allocation.
     """
     tips = {"event": [*map(str, [*timeline["points"], timeline["length"]])]}
     if "places" in timeline:
         names, at = (timeline["places"][key] for key in ("names", "at"))
-        for kind, column in enumerate(("step", "module", "line")):
+        for kind, column in enumerate(("module", "line")):
             if any(texts := [visible(names[number][kind]) for number in at]):
                 tips[column] = [text or MISSING for text in (*texts, texts[-1])]
     return [*places(timeline, timeline["points"]), EDGES[-1]], tips
@@ -255,13 +255,13 @@ def _peak(color: str, place: float, size: int, divisor: int, below: bool = False
     return Marks(color=color, spots=[(place, size / divisor)], text=text, below=below)
 
 
-def plan_chart(plan: Plan, chain: Mapping[str, Any]) -> Chart:
+def plan_chart(plan: Plan, steps: Mapping[str, Any]) -> Chart:
     """Shows the bytes that each step saves, colored by how often it runs, and the segments below.
 
-    `chain` holds "names", "blocks" (their numbers) and "saved" (bytes), an entry for each step.
+    `steps` holds "names", "blocks" (their numbers) and "saved" (bytes), an entry for each step.
     """
-    names, saved, lines = [*map(visible, chain["names"])], chain["saved"], lines_of(chain)
-    axis, depth = chain_axis(names, chain["blocks"]), plan.depth()
+    names, saved, lines = [*map(visible, steps["names"])], steps["saved"], lines_of(steps)
+    axis, depth = step_axis(names, steps["blocks"]), plan.depth()
     most = max((sum(saved[step] for step in column) for column in axis.columns), default=0)
     divisor, unit = unit_of(most)
     height = most / divisor or 1.0
@@ -362,10 +362,10 @@ def frontier_chart(
     return Chart(x, Axis(low, high, "time; the baseline is ×1", "×%.2f"), layers)
 
 
-def lines_of(chain: Mapping[str, Any]) -> list[str]:
-    """Returns the "file:line" of each step of a chain; "" if unknown."""
-    lines = {step: line for line, steps in chain.get("lines", {}).items() for step in steps}
-    return [visible(lines.get(step, "")) for step in range(len(chain["names"]))]
+def lines_of(steps: Mapping[str, Any]) -> list[str]:
+    """Returns the "file:line" of each step; "" if unknown."""
+    lines = {step: line for line, numbers in steps.get("lines", {}).items() for step in numbers}
+    return [visible(lines.get(step, "")) for step in range(len(steps["names"]))]
 
 
 def spoken(part: Sequence[int], names: Sequence[str]) -> str:
@@ -377,7 +377,7 @@ def _scaled(sizes: Iterable[int], divisor: int) -> list[float]:
     return [round(size / divisor, 4) for size in sizes]
 
 
-def _sides(span: range, axis: ChainAxis, gap: float) -> tuple[float, float]:
+def _sides(span: range, axis: StepAxis, gap: float) -> tuple[float, float]:
     """Returns the left and right edges of the bar over some steps, with a gap to the next."""
     left, right = axis.edges[span.start], axis.edges[span.stop]
     gap = min(gap, gap * (right - left))

@@ -3,28 +3,24 @@
 Every number in it is a `<data>` element with the exact value; a number of the results also has its
 path in the JSON that the page embeds. Each chart has a table.
 
-    page.html   what the page says        charts.py         what the charts show
-    page.css    how it looks              bokeh_charts.py   how a reader explores them
-    page.js     draws, paints, zooms
+    page.html   what the page says      charts.py       what the charts show
+    page.css    how it looks            svg_charts.py   draws them
+    page.js     shows a model at a time
 """
 
 import base64
-import gzip
 import json
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, reduce
+from functools import reduce
 from pathlib import Path
 from typing import Any, cast
 
-from bokeh.resources import Resources
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from zoo.planner.plan import Plan
 from zoo.report import charts
-from zoo.report.bokeh_charts import interactive
-from zoo.report.chain_axis import chain_axis
 from zoo.report.escaping import to_csv
 from zoo.report.rows import (
     DEFINITIONS,
@@ -38,6 +34,8 @@ from zoo.report.rows import (
     rows,
     variants,
 )
+from zoo.report.step_axis import step_axis
+from zoo.report.svg_charts import svg
 from zoo.report.text_report import csv_files
 from zoo.report.two_runs import ABOUT, COLUMNS, TITLE, TwoRuns
 
@@ -56,11 +54,6 @@ def page(comparisons: Sequence[Comparison], heading: Heading, runs: TwoRuns | No
     """Returns the HTML page of a comparison, with an earlier run if one is given."""
     table, results = rows(comparisons), cast(Any, comparisons)
     sections = [*map(_section, comparisons, table)]
-    pictures = {
-        f"{section['id']}-{name}": interactive(chart)
-        for section in sections
-        for name, chart in section["charts"].items()
-    }
     # the first record that says where and how it was measured
     record = first_measured(comparisons)
     cell = {key: record.get("cell", {}).get(key) for key in ("dtype", "seed", "steps")}
@@ -76,15 +69,14 @@ def page(comparisons: Sequence[Comparison], heading: Heading, runs: TwoRuns | No
         files=_files(comparisons, table, heading, runs),
         runs=runs,
         about_runs=(TITLE, ABOUT, COLUMNS),
-        pictures=_packed(json.dumps(pictures, separators=(",", ":"))),
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
         script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
-        library=_library(),
         # a size in the results, by its path of keys
         size=lambda *keys: Number.of_bytes(reduce(operator.getitem, keys, results), *keys),
         number=Number,
         bytes=Number.of_bytes,
         legend=_legend,
+        drawn=svg,
         shapes=charts.SHAPES,
         variants=variants(table),
         color=charts.color_of,
@@ -97,11 +89,11 @@ def _section(comparison: Comparison, row: ModelRow) -> dict[str, Any]:
     """Returns the page's data of one model; parts that were not recorded are None or empty."""
     records = {kind: comparison[kind] for kind in row.variants}
     timelines = {kind: r["timeline"] for kind, r in records.items() if "timeline" in r}
-    chain, frontier = (records["baseline"].get(name) for name in ("chain", "frontier"))
+    steps, frontier = (records["baseline"].get(name) for name in ("steps", "frontier"))
     text = records["checkpointed"].get("plan")
-    plan = Plan.parse(text) if text is not None and chain is not None else None
-    # a plan for another chain is not drawn
-    if plan is not None and len(plan.flatten()) != len(chain["names"]):
+    plan = Plan.parse(text) if text is not None and steps is not None else None
+    # a plan for other steps is not drawn
+    if plan is not None and len(plan.flatten()) != len(steps["names"]):
         plan = None
     peaks = ((kind, row.peaks["peak"][kind]) for kind in row.variants)
     known = {kind: size for kind, size in peaks if size is not None}
@@ -116,7 +108,7 @@ def _section(comparison: Comparison, row: ModelRow) -> dict[str, Any]:
         for kind, timeline in timelines.items():
             drawn[kind] = charts.categories_chart(timeline, most)
     if plan is not None:
-        drawn["plan"] = charts.plan_chart(plan, chain)
+        drawn["plan"] = charts.plan_chart(plan, steps)
     if frontier and frontier["optimal"]:
         drawn["frontier"] = charts.frontier_chart(frontier, measured)
     recorded = set().union(*(timeline["bytes"] for timeline in timelines.values()))
@@ -124,10 +116,10 @@ def _section(comparison: Comparison, row: ModelRow) -> dict[str, Any]:
         "id": f"model-{row.number}",
         "row": row,
         "timelines": timelines,
-        "chain": chain,
+        "steps": steps,
         "plan": text,
         "charts": drawn,
-        "steps": [] if plan is None else _steps(plan, chain),
+        "rows": [] if plan is None else _rows(plan, steps),
         "measured": measured,
         "frontier": frontier,
         "numbers": [f"#{VARIANTS[kind]}" for kind in timelines],
@@ -145,10 +137,10 @@ def _section(comparison: Comparison, row: ModelRow) -> dict[str, Any]:
     }
 
 
-def _steps(plan: Plan, chain: Mapping[str, Any]) -> list[tuple[str, str, int, str, str]]:
-    """Returns the steps, or blocks of a long chain: numbers, names, saved bytes, runs, lines."""
-    names, saved, runs = chain["names"], chain["saved"], plan.runs()
-    lines = charts.lines_of(chain)
+def _rows(plan: Plan, outline: Mapping[str, Any]) -> list[tuple[str, str, int, str, str]]:
+    """Returns steps, or blocks of many steps: numbers, names, saved bytes, runs, lines."""
+    names, saved, runs = outline["names"], outline["saved"], plan.runs()
+    lines = charts.lines_of(outline)
     return [
         (
             "-".join(map(str, dict.fromkeys((part[0], part[-1])))),
@@ -157,7 +149,7 @@ def _steps(plan: Plan, chain: Mapping[str, Any]) -> list[tuple[str, str, int, st
             " or ".join(map(str, sorted({runs[step] for step in part}))),
             lines[part[0]],
         )
-        for part in chain_axis(names, chain["blocks"]).columns
+        for part in step_axis(names, outline["blocks"]).columns
     ]
 
 
@@ -214,15 +206,3 @@ def _counters(comparisons: Sequence[Comparison]) -> Iterator[dict[str, Any]]:
         yield {"name": "process_name", "ph": "M", "pid": number, "args": name}
         for kind, event, sizes in _points(comparison):
             yield {"name": VARIANTS[kind], "ph": "C", "pid": number, "ts": event, "args": sizes}
-
-
-def _packed(text: str) -> Markup:
-    """Returns a text as gzip in base64, for megabytes that nobody reads."""
-    return Markup(base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode())
-
-
-@cache
-def _library() -> Markup:
-    """Returns bokeh's script, packed, without widgets and tables."""
-    # without the script that sets the log level
-    return _packed(Resources(mode="inline", components=["bokeh"]).js_raw[0])

@@ -24,10 +24,10 @@ from matplotlib.transforms import Bbox
 from zoo.errors import shortened_text
 from zoo.planner.plan import Plan
 from zoo.report import charts
-from zoo.report.chain_axis import fitting, round_numbers
 from zoo.report.escaping import visible
 from zoo.report.pictures import check_picture
 from zoo.report.rows import Heading, ModelRow, median, quartiles, variants
+from zoo.report.step_axis import fitting, round_numbers
 from zoo.units import format_bytes, unit_of
 
 Target = str | Path | Sequence[Path] | Axes
@@ -58,7 +58,7 @@ SIDES = ((1, 1), (-1, 1), (1, 0), (-1, 0), (1, -1), (-1, -1), (0, 1), (0, -1))
 def draw_plan(
     target: Target,
     plan: Plan,
-    chain: Mapping[str, Any],
+    steps: Mapping[str, Any],
     *,
     title: str,
     subtitle: str,
@@ -73,7 +73,7 @@ def draw_plan(
     with _axes(target, (11, 6), title, subtitle, **heights) as (*above, axes):
         for rest in above:
             _draw_peak(rest, peak, limits)
-        draw_chart(axes, charts.plan_chart(plan, chain))
+        draw_chart(axes, charts.plan_chart(plan, steps))
 
 
 def draw_frontier(target: Target, frontier: Mapping[str, Any], title: str) -> None:

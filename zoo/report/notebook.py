@@ -168,17 +168,18 @@ def pictures(
 
 
 def moments(plan: Plan) -> list[tuple[int, str, dict[int, str]]]:
-    """Lists the moments of a training step: node, phase, and the held inputs with their colors.
+    """Lists the moments of a training step: number, phase, and the held inputs with their colors.
 
-    The nodes of the chain are assumed equal, each with one input that its backward needs.
+    The number is that of a step of the plan. Steps are assumed equal, each with one input that its
+    backward needs.
     """
     held: dict[int, str] = {}
     found: list[tuple[int, str, dict[int, str]]] = []
 
     def run(items: Sequence[Item], phase: str, color: str) -> None:
-        for nodes in ([*indices(item)] for item in items):
-            held.setdefault(nodes[0], color)
-            found.extend((node, phase, dict(held)) for node in nodes)
+        for steps in ([*indices(item)] for item in items):
+            held.setdefault(steps[0], color)
+            found.extend((step, phase, dict(held)) for step in steps)
 
     def back(items: Sequence[Item]) -> None:
         for item in reversed(items):
@@ -195,22 +196,22 @@ def moments(plan: Plan) -> list[tuple[int, str, dict[int, str]]]:
 
 
 def stepwise(titles: Mapping[str, Plan]) -> None:
-    """Draws plans moment by moment: the node that runs, and the inputs that are held."""
-    nodes = max(len(plan.flatten()) for plan in titles.values())
+    """Draws plans moment by moment: the step that runs, and the inputs that are held."""
+    steps = max(len(plan.flatten()) for plan in titles.values())
     lengths = [len(moments(plan)) for plan in titles.values()]
     marks = {"forward": ">", "recompute": ">", "backward": "<"}
-    with figure("", 0.9 + 0.19 * nodes, len(titles), ratios=lengths) as row:
+    with figure("", 0.9 + 0.19 * steps, len(titles), ratios=lengths) as row:
         for axes, (title, plan) in zip(row, titles.items(), strict=True):
             shown = moments(plan)
             for x, (_, _, held) in enumerate(shown):
                 colors = [COLORS[color] for color in held.values()]
-                axes.bar([x] * len(held), 0.9, 0.9, [node - 0.45 for node in held], color=colors)
+                axes.bar([x] * len(held), 0.9, 0.9, [step - 0.45 for step in held], color=colors)
             for phase, shape in marks.items():
-                spots = [(x, node) for x, (node, now, _) in enumerate(shown) if now == phase]
+                spots = [(x, step) for x, (step, now, _) in enumerate(shown) if now == phase]
                 if spots:
                     axes.plot(*zip(*spots, strict=True), shape, color=COLORS["ink"], ms=4)
             axes.set_title(title, loc="left", fontsize=10)
-            axes.set(yticks=range(nodes), xticks=[], ylim=(nodes - 0.5, -0.5))
+            axes.set(yticks=range(steps), xticks=[], ylim=(steps - 0.5, -0.5))
             bare(axes, "y")
 
 

@@ -21,14 +21,14 @@ from zoo.errors import ArgumentError, BudgetError, InputError
 from zoo.invocation import Inputs, Invocation, Loss, sizes_hint
 from zoo.planner.plan import Plan
 from zoo.policy.budget import BudgetPlanner, check_planner
-from zoo.policy.options import PlannedRunner, plan_or_option, runner_for
+from zoo.policy.options import option_for, plan_or_option
 from zoo.policy.plan_report import Point
 from zoo.profiling.kernel_costs import KernelCosts
 from zoo.profiling.optimizer_memory import OptimizerBytes, OptimizerOption
 from zoo.profiling.progress import shown
 from zoo.profiling.tensor_spec import KernelSpec
 from zoo.tracing.isolated_trace import TraceError
-from zoo.tracing.planned_forward import runner_of
+from zoo.tracing.planned_forward import option_of
 from zoo.units import format_bytes
 
 Vary = int | tuple[int, ...] | Callable[[int], Inputs]
@@ -56,20 +56,15 @@ def plan_policy(model: nn.Module, checkpoint: Any, max_overhead: float | None) -
 
         return best
     is_given = checkpoint is not None
-    runner = runner_for(checkpoint, None, max_overhead) if is_given else runner_of(model)
-    if not isinstance(runner, PlannedRunner | None):
-        raise ArgumentError(
-            f"the plans of this model's {type(runner).__name__} are not known; pass checkpoint="
-        )
+    option = option_for(checkpoint, None, max_overhead) if is_given else option_of(model)
 
     @functools.cache
     def decided(planner: BudgetPlanner) -> Point:
         plan = Plan.keep_all(planner.steps)
         try:
-            if runner is not None:
-                chain: Any = model
-                given = chain, planner.outline, planner.state
-                plan = runner.decide(*given, later_step=planner)
+            if option is not None:
+                given = planner.outline, planner.inputs
+                plan = option.plan_for(model, *given, later_step=planner)
             return planner.of_model(planner.point(plan))
         except BudgetError as error:
             raise ArgumentError(

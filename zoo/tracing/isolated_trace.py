@@ -9,7 +9,7 @@ import contextlib
 import copy
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -18,19 +18,19 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from zoo._torch import (
+    EnableTorchFunction,
     FakeTensor,
     FakeTensorMode,
     active_fake_mode,
     disable_current_modes,
     is_any_autocast_enabled,
 )
-from zoo.chain import Chain
 from zoo.engine.devices import count_as_seeded
 from zoo.engine.operator_effects import DROPOUT_STATE, Argument, effects_of, is_view
 from zoo.engine.recording import KernelMode, thread
 from zoo.engine.saved_tensors import pack, unpack
 from zoo.engine.sharded import is_spread
-from zoo.errors import ArgumentError, ZooError, in_a_line, shortened
+from zoo.errors import ArgumentError, InputError, ZooError, in_a_line, shortened
 from zoo.invocation import (
     Invocation,
     Loss,
@@ -41,6 +41,7 @@ from zoo.invocation import (
     sizes_hint,
     with_loss_errors,
 )
+from zoo.models.model import Model
 from zoo.planner.step_log import StepLog
 from zoo.profiling.cudnn_recurrent import flattened
 from zoo.profiling.fake_tensors import (
@@ -54,8 +55,8 @@ from zoo.profiling.isolation import NO_FORK, isolated
 from zoo.profiling.progress import shown
 from zoo.profiling.source_location import line_of_traceback
 from zoo.profiling.step_logger import StepLogger
-from zoo.profiling.tensor_spec import KernelSpec, TensorSpec, tensors_in
-from zoo.tracing.tracer import Graph, Tracer, is_compiled, plain, tensors_held_by
+from zoo.profiling.tensor_spec import KernelSpec, TensorSpec, tensors_held_by, tensors_in
+from zoo.tracing.tracer import Graph, Tracer, is_compiled, plain
 
 # the most bytes of parameters, buffers and inputs, and of kernels' results, for a trace on real
 # tensors
@@ -91,17 +92,19 @@ class StepTrace(NamedTuple):
     has_loss: bool
 
 
-def step_trace_of(model: nn.Module, given: Invocation, loss: Loss | None = None) -> StepTrace:
+def step_trace_of(
+    model: nn.Module, given: Invocation, loss: Loss | None = None, blocks: Iterable[str] = ()
+) -> StepTrace:
     """Returns the trace of a training step of a model: forward, loss and backward.
 
     The inputs may be meta, fake or real tensors. Without `loss` the loss is the model's output of
-    that name, if there is one.
+    that name, if there is one. `blocks` are paths of modules, of which each call is noted.
 
     Raises:
         ArgumentError: the model or the loss raises an error on these inputs, or reads values that
             only a real training step has.
     """
-    forward, name = _Forward(model, given, loss), type(model).__name__
+    forward, name = _Forward(model, given, loss, blocks), type(model).__name__
     if any(map(is_spread, model.parameters())):
         raise ArgumentError(
             f"the parameters of {name} are spread over processes (DTensor), so that its forward "
@@ -112,8 +115,9 @@ def step_trace_of(model: nn.Module, given: Invocation, loss: Loss | None = None)
         raise ArgumentError(
             f"{name} has lazy parameters, which have no size yet; call the model once before"
         )
-    # `set_stance` would, in each forked process
-    importlib.import_module("torch._dynamo")
+    if forward.may_compile:
+        # `set_stance` would, in each forked process
+        importlib.import_module("torch._dynamo")
     with shown("tracing the forward"):
         found = forward.isolated(forward.on_fakes)
         if not isinstance(found, StepTrace):
@@ -170,18 +174,24 @@ class Failure(NamedTuple):
 class _Forward:
     """A forward to be traced; `is_apart`: in a forked process, where its side effects end."""
 
-    def __init__(self, model: nn.Module, given: Invocation, loss: Loss | None) -> None:
-        self.model, self.given = model, given
+    def __init__(
+        self, model: nn.Module, given: Invocation, loss: Loss | None, blocks: Iterable[str]
+    ) -> None:
+        self.model, self.given, self.blocks = model, given, tuple(blocks)
         self.device = kernel_device(model)
         self.loss = own_loss if loss is None else with_loss_errors(loss, self.device)
         self.failure: Failure | None = None  # of the trace on fake tensors
+        # one of zoo's own models alone calls nothing that is compiled
+        self.may_compile = not isinstance(model, Model) or any(map(is_compiled, model.modules()))
 
     def isolated(self, trace: Callable[[bool], Any]) -> Any:
         """Traces in isolation; raises TraceError for any error there."""
 
         def traced(is_apart: bool) -> Any:
             try:
-                return trace(is_apart)
+                # the forward is the user's, and may need the modes of the program
+                with EnableTorchFunction():
+                    return trace(is_apart)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
@@ -208,7 +218,7 @@ class _Forward:
         fake = functools.cache(functools.partial(self._fake, fixes))
         owned = (*self.model.parameters(), *self.model.buffers())
         fakes = {id(tensor): fake(tensor) for tensor in owned}
-        model = self.model if is_apart else copy.deepcopy(self.model, {**fakes})
+        model = self.model if is_apart else self._copy(fakes)
         if is_apart:
             put_tensors(model, fakes)
         try:
@@ -241,8 +251,20 @@ class _Forward:
             made = tensor.detach().clone() if known else self._spec(tensor).empty().zero_()
             return made.requires_grad_(tensor.requires_grad)
 
-        model = self.model if is_apart else flattened(copy.deepcopy(self.model))
+        model = self.model if is_apart else flattened(self._copy({}))
         return self._traced(model, self.given.map(real), MOST_MADE)
+
+    def _copy(self, known: Mapping[int, Tensor]) -> nn.Module:
+        """Returns a copy of the model in which some objects, by their ids, are others."""
+        try:
+            return copy.deepcopy(self.model, {**known})
+        except Exception as error:
+            name = type(self.model).__name__
+            raise TraceError(
+                f"{name} cannot be copied ({in_a_line(error)}), and this process cannot be forked, "
+                "so that its forward cannot be traced ahead. zoo.checkpoint without a budget "
+                "traces the first training step instead."
+            ) from error
 
     def _traced(
         self,
@@ -251,10 +273,8 @@ class _Forward:
         most_made: int | None,
         fixes: FakeTensorFixes | None = None,
     ) -> StepTrace:
-        for module in model.modules():
-            if isinstance(module, Chain):
-                module.runner = None
         tracer = Tracer(model)
+        tracer.mark(self.blocks)
         logger = StepLogger(tracer.operators_so_far, caches_casts=caches_casts())
         logger.note_owned(model)
         logger.note_inputs(given.tensors)
@@ -264,7 +284,9 @@ class _Forward:
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
-            torch.compiler.set_stance("force_eager" if is_eager else "default"),
+            torch.compiler.set_stance("force_eager" if is_eager else "default")
+            if self.may_compile
+            else contextlib.nullcontext(),
             # block marks tell the tracer where blocks begin; a plan in force does not act
             mock.patch.object(thread, "conductor", tracer),
             _Limits(most_made),
@@ -304,9 +326,11 @@ class _Forward:
         device = self.device if tensor.is_meta else tensor.device
         return TensorSpec.of(plain(tensor))._replace(device=device, requires_grad=False)
 
-    def _trace_error(self, error: BaseException) -> TraceError:
+    def _trace_error(self, error: BaseException) -> TraceError | InputError:
         """Returns the error to raise for what a forward raised."""
         name = type(self.model).__name__
+        if isinstance(error, InputError):
+            return error
         if isinstance(error, ZooError):
             return TraceError(str(error))
         if isinstance(error, NumbersNeeded):

@@ -7,10 +7,12 @@ The state between two steps is every storage that a later kernel reads. There is
 
 - right before a write in place to what the kernel before has just touched;
 - between the kernel that makes a tensor and a write to it that no replay may repeat;
-- inside of the forward of an `autograd.Function`;
+- inside of the forward of an `autograd.Function`, or of one call of a function of torch, such as
+  `dropout` or `scaled_dot_product_attention`: what it dispatches depends on the device;
 - right before an operator that computes nothing, such as a view or an empty tensor. It belongs to
   the kernel after it, or to the one before it if it reads something within the same module;
-- behind an operator that gathers parameters which are spread over processes.
+- behind an operator that gathers parameters which are spread over processes, or before one that
+  gathers or sums what processes computed.
 
 Steps are grouped into blocks, the repeated units of a model that people checkpoint:
 
@@ -20,29 +22,38 @@ Steps are grouped into blocks, the repeated units of a model that people checkpo
 
 A block is a module with children and a forward of its own, of a class that occurs at least twice,
 and that contains no row of such modules itself: the blocks are the modules that a stage repeats,
-not the stage. If a model has none, its blocks are the Sequentials in a row, or its children.
-Kernels between two blocks belong to the first of them.
+not the stage. If a model has none, its blocks are the Sequentials in a row, or its children. A
+model of zoo names its own by `block_patterns`, wherever it is. Each call of such a module is a
+block. Kernels between two blocks belong to the first of them.
 """
 
+import bisect
 import fnmatch
 import inspect
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
+from zoo.engine.kernel_segments import Visit
 from zoo.errors import ArgumentError, nearest
+from zoo.models.model import Model
+from zoo.planner.log_cuts import useful_cuts
 from zoo.planner.step_log import Allocated, KernelRun, Saved, Viewed
-from zoo.profiling.log_profile import LoggedOutline, LoggedStep
+from zoo.profiling.log_profile import Outline
 from zoo.tracing.isolated_trace import StepTrace
 from zoo.tracing.tracer import Call, Graph
 
-# kernels whose results a later kernel fills
-EMPTY = ("aten.empty", "aten.new_empty")
+# kernels whose results a later kernel fills, or that copy a tensor for another layout
+LIGHT = ("aten.empty", "aten.new_empty", "aten.clone")
 # those by which fully sharded data parallelism gathers the parameters of the module that comes
 GATHERING = ("fsdp.", "c10d._allgather_base_")
+# those by which tensor parallelism gathers or sums results
+COMPLETING = "_c10d_functional."
+CAST = "aten._to_copy"
 ROWS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # attributes that are true while a model checkpoints itself, and how to turn that off
 SWITCHES = {
@@ -67,32 +78,50 @@ class _Touched:
     kept: set[int] = field(default_factory=set)
 
 
-def partition(model: nn.Module, trace: StepTrace, blocks: Collection[str]) -> LoggedOutline:
+def partition(model: nn.Module, trace: StepTrace, blocks: Collection[str]) -> Outline:
     """Cuts a model's training step into steps; `blocks` are the paths of its blocks."""
     graph, touched = trace.graph, _touched(trace)
     calls = [call for call in graph.calls if call.index in touched and call.index < graph.of_model]
-    starts = _cuts(calls, touched, _functions(trace))
+    functions = _functions(trace)
+    starts = _useful(_cuts(calls, touched, functions), calls, trace)
     parts = [calls[start:end] for start, end in itertools.pairwise([*starts, len(calls)])]
-    of_calls = _blocks(calls, blocks)
-    ends = [*starts[1:], len(calls)]
-    firsts = [next(filter(None, of_calls[s:e]), "") for s, e in zip(starts, ends, strict=True)]
+    # views belong to the kernel that reads them, and so does the step
+    kernels = [[call for call in part if not _is_light(call, touched)] for part in parts]
+    visits = _blocks(calls, blocks, graph.visits)
+    of_call = {call.index: visit for call, visit in zip(calls, visits, strict=True)}
+    firsts = [of_call[(some or part)[0].index] for some, part in zip(kernels, parts, strict=True)]
     runs = itertools.groupby(firsts)
     # a step of several kernels, which an in-place write holds together, may be a segment alone
-    made = [sum(not _is_light(call, touched) for call in part) for part in parts]
-    cuts = [0, *(part[-1].index + 1 for part in parts)][: len(parts)]
+    made = [len({functions.get(call.index, call.index) for call in part}) for part in kernels]
+    cuts = _first_operators(starts, calls)
     names = _Names(model, touched).of(parts)
-    return LoggedOutline(
-        steps=tuple(map(LoggedStep, names)),
+    return Outline(
+        names=tuple(names),
         blocks=tuple(number for number, (_, run) in enumerate(runs) for _ in run),
         whole=frozenset(number for number, count in enumerate(made) if count > 1),
         log=trace.log,
         specs=trace.specs,
+        lines=tuple(next((call.line for call in part if call.line), "") for part in parts),
         shapes=tuple(_shapes(part, touched) for part in parts),
         parameters=tuple(
             _parameters(graph, *ends) for ends in itertools.pairwise([*cuts, graph.of_model])
         ),
         cuts=(*cuts, *([graph.of_model] if trace.has_loss else ())),
     )
+
+
+def _first_operators(starts: Sequence[int], calls: Sequence[Call]) -> list[int]:
+    """Returns the first operator of each step: all since the last one of the step before."""
+    return [calls[start - 1].index + 1 if start else 0 for start in starts]
+
+
+def _useful(starts: Sequence[int], calls: Sequence[Call], trace: StepTrace) -> list[int]:
+    """Leaves out starts of steps that no plan gains by."""
+    # those of the model alone, so that steps do not depend on whether the loss is known
+    log = trace.log.before(trace.graph.of_model) if trace.has_loss else trace.log
+    within = [calls[start].within for start in starts]
+    kept = useful_cuts(log, _first_operators(starts, calls), within)
+    return [starts[number] for number in kept]
 
 
 def _touched(trace: StepTrace) -> dict[int, _Touched]:
@@ -110,26 +139,37 @@ def _touched(trace: StepTrace) -> dict[int, _Touched]:
     return found
 
 
-def _functions(trace: StepTrace) -> set[int]:
-    """Returns the operators at which no step begins since they are inside of one function.
+def _functions(trace: StepTrace) -> dict[int, int]:
+    """Returns the first operator of the function that each operator is inside of.
 
-    An `autograd.Function` is a node before its forward calls the first operator, and saves tensors
-    after the last one.
+    No step begins inside of it. An `autograd.Function` is a node before its forward calls the first
+    operator, and saves tensors after the last one.
     """
-    found, latest = set[int](), -1
-    for operator, event in trace.log.forward:
-        if isinstance(event, Saved):
-            found.update(range(operator + 1, latest + 1))
+    found, latest = dict[int, int](), -1
+    for first, event in trace.log.forward:
+        if isinstance(event, Saved) and first < latest:
+            inside = range(first, latest + 1)
+            found |= {index: min(found.get(index, first), first) for index in inside}
         elif isinstance(event, KernelRun | Viewed):
-            latest = max(latest, operator)
+            latest = max(latest, first)
+    # to hold what autocast casts takes half of the bytes, so that a segment may begin behind it
+    calls = (
+        call
+        for call in trace.graph.calls
+        if call.function[0] and not call.operator.startswith((CAST, COMPLETING))
+    )
+    for _, group in itertools.groupby(calls, key=lambda call: call.function[0]):
+        indices = [call.index for call in group]
+        found |= {index: min(found.get(index, index), indices[0]) for index in indices}
     return found
 
 
 def _cuts(
-    calls: Sequence[Call], touched: dict[int, _Touched], functions: Container[int]
+    calls: Sequence[Call], touched: dict[int, _Touched], functions: Mapping[int, int]
 ) -> list[int]:
     """Returns the places among the calls where steps begin."""
     joined = bytearray(len(calls) + 1)
+    working = {functions.get(call.index) for call in calls if not _is_light(call, touched)}
     # the first of the views and empty tensors that belong to the next kernel
     leading: int | None = None
     # the place of the latest kernel, and what it touched
@@ -137,16 +177,29 @@ def _cuts(
     made_at: dict[int, int] = {}
     for place, call in enumerate(calls):
         found = touched[call.index]
+        # within a function, or what completes the result of a spread layer
+        first = functions.get(call.index, call.index)
+        is_inside = place > 0 and (
+            first <= calls[place - 1].index or call.operator.startswith(COMPLETING)
+        )
         if call.operator.startswith(GATHERING):
-            joined[place] = leading is not None
+            joined[place] = leading is not None or is_inside
             leading = place if leading is None else leading
             continue
         is_write = not found.written.isdisjoint(latest)
         if not _is_light(call, touched):
-            joined[place] = leading is not None
+            joined[place] = leading is not None or is_inside
             leading = None
-        elif leading is not None or (
-            place and call.within == calls[place - 1].within and found.given
+        elif (
+            leading is not None
+            or is_inside
+            or (
+                place
+                and call.within == calls[place - 1].within
+                and found.given
+                # not the first of a function that computes
+                and first not in working
+            )
         ):
             joined[place] = True
         else:
@@ -164,8 +217,6 @@ def _cuts(
             kernel, latest = place, found.given | found.made
     if leading:
         joined[leading] = True
-    for place, call in enumerate(calls):
-        joined[place] |= call.index in functions
     return [place for place in range(len(calls)) if not (place and joined[place])]
 
 
@@ -196,24 +247,36 @@ class _Names:
         return path if is_whole else f"{path}.{call.verb}"
 
 
-def _blocks(calls: Sequence[Call], paths: Collection[str]) -> list[str]:
-    """Returns the path of each call's block, '' before the first and after the last."""
-    blocks = [next((path for path in call.within if path in paths), "") for call in calls]
-    last = max((place for place, path in enumerate(blocks) if path), default=0)
+def _blocks(
+    calls: Sequence[Call], paths: Collection[str], visits: Mapping[Visit, int]
+) -> list[Visit | None]:
+    """Returns each call's visit of a block; None before the first and after the last."""
+    starts: defaultdict[str, list[int]] = defaultdict(list)
+    for (path, _), start in visits.items():
+        starts[path].append(start)
+    blocks = list[Visit | None]()
+    for call in calls:
+        path = next((path for path in call.within if path in paths), "")
+        visit = path, bisect.bisect_right(starts[path], call.index)
+        blocks.append(visit if path else None)
+    last = max((place for place, block in enumerate(blocks) if block), default=0)
     for place in range(1, last):
         blocks[place] = blocks[place] or blocks[place - 1]
     return blocks
 
 
 def _is_light(call: Call, touched: dict[int, _Touched]) -> bool:
-    """Returns whether an operator makes nothing to keep: a view, an empty tensor, a counter."""
-    return not touched[call.index].made or call.operator.startswith(EMPTY)
+    """Returns whether an operator makes nothing to keep: a view, an empty tensor, a counter.
+
+    Whether a tensor is copied for another shape depends on sizes and on the device.
+    """
+    return not touched[call.index].made or call.operator.startswith(LIGHT)
 
 
 def _shapes(calls: Sequence[Call], touched: dict[int, _Touched]) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of what the last kernel of a step returned."""
+    """Returns the shape of what the last kernel of a step returned first; the rest is its own."""
     kernels = [call for call in calls if not _is_light(call, touched)] or calls
-    return kernels[-1].shapes
+    return kernels[-1].shapes[:1]
 
 
 def _parameters(graph: Graph, start: int, end: int) -> frozenset[int]:
@@ -249,18 +312,51 @@ def paths_of(model: nn.Module, patterns: Sequence[str] | None) -> tuple[str, ...
     """
     if patterns is not None:
         return _outermost(_matching(model, patterns))
-    repeated = block_paths(model)
-    return repeated if len(repeated) > 1 else _outermost(_rows(model)) or tuple(_parts(model))
+    found = block_paths(model)
+    if len(found) > 1 or any(map(_names_blocks, model.modules())):
+        return found
+    return _outermost(_rows(model)) or tuple(_parts(model))
 
 
 def block_paths(model: nn.Module) -> tuple[str, ...]:
-    """Returns the paths of the repeated modules, none inside another."""
+    """Returns the paths of the repeated modules, none inside another; a model of zoo names its own.
+
+    Such a model has the same blocks inside of any other module.
+    """
+    naming = {path: module for path, module in model.named_modules() if _names_blocks(module)}
+    named = [_join(path, block) for path, module in naming.items() for block in _named(module)]
     counts = Counter(type(module) for module in model.modules() if _is_unit(module))
-    return _outermost(
+    repeated = (
         path
         for path, module in model.named_modules()
-        if path and _is_unit(module) and counts[type(module)] > 1 and not _holds_row(module)
+        if path
+        and _is_unit(module)
+        and counts[type(module)] > 1
+        and not _holds_row(module)
+        # not what names its blocks, and nothing around or inside of that
+        and not any(_contains(path, one) or _contains(one, path) for one in naming)
     )
+    return _outermost([*named, *repeated])
+
+
+def _names_blocks(module: nn.Module) -> bool:
+    return isinstance(module, Model) and bool(module.block_patterns)
+
+
+def _named(model: Any) -> Iterator[str]:
+    """Yields the paths of the blocks that a model of zoo names, of those that it has."""
+    for name, _ in model.named_modules():
+        if any(_matches(name, pattern) for pattern in model.block_patterns):
+            yield name
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _contains(path: str, other: str) -> bool:
+    """Returns whether the module of another path is that of a path, or inside of it."""
+    return not path or f"{other}.".startswith(f"{path}.")
 
 
 def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
@@ -274,9 +370,7 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     names = [name for name, _ in model.named_modules() if name]
     matching: set[str] = set()
     for pattern in patterns:
-        # `*` stands for one name, as in file paths
-        level = [name for name in names if name.count(".") == pattern.count(".")]
-        matches = [name for name in level if fnmatch.fnmatchcase(name, pattern)]
+        matches = [name for name in names if _matches(name, pattern)]
         if not matches:
             raise ArgumentError(
                 f"steps={pattern!r} is no module of {type(model).__name__}."
@@ -286,12 +380,17 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     return [name for name in names if name in matching]
 
 
+def _matches(name: str, pattern: str) -> bool:
+    """Returns whether a path matches; `*` stands for one name, as in file paths."""
+    return name.count(".") == pattern.count(".") and fnmatch.fnmatchcase(name, pattern)
+
+
 def _rows(model: nn.Module) -> Iterator[str]:
     """Yields the paths of the Sequentials in a row of Sequentials."""
     for path, row in model.named_modules():
         found = [name for name, child in row.named_children() if isinstance(child, nn.Sequential)]
         if isinstance(row, ROWS) and len(found) > 1:
-            yield from (f"{path}.{name}" if path else name for name in found)
+            yield from (_join(path, name) for name in found)
 
 
 def _parts(model: nn.Module) -> Iterator[str]:

@@ -6,18 +6,23 @@ kernels (`engine.kernel_segments`), by a plan for the operators that were traced
 
     first forward with gradients   traced while it runs block by block, then planned
     every later one                by the plan, as long as the operators are the same
-    other operators                block by block; if the next forward's differ, too, it is traced
+    other operators, or more       by another known plan that fits, else block by block; traced for
+      bytes than a budget allows     the next such forward, unless that did not pay 8 times
     parameters without a size      block by block; the next forward counts as the first
     no plan is found               an error in the first step; later block by block, with a warning
 
-For a budget or a user's own plan the first forward is traced ahead instead. A deep copy or a pickle
-keeps the option and plans anew; a shallow copy runs as it is written.
+For a budget or a user's own plan, and for zoo's own models, the first forward is traced ahead
+instead. A deep copy or a pickle keeps the option and plans anew; shallow copies, such as those of
+`nn.DataParallel`, go by the plans of the original. In what `torch.compile` makes of a model, each
+block is recomputed.
 """
 
+import contextlib
 import functools
 import inspect
 import logging
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,39 +32,48 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo._torch import active_fake_mode, is_exporting, sequence_number
-from zoo.chain import Chain, Runner
+from zoo._torch import (
+    active_fake_mode,
+    compile_time,
+    is_exporting,
+    is_profiling,
+    sequence_number,
+)
 from zoo.engine.kernel_segments import (
     Conductor,
     Script,
-    Visit,
     conducts,
+    fastest,
     reason_for_plain,
 )
 from zoo.engine.operator_effects import resolved
+from zoo.engine.recompute import recompute
 from zoo.engine.recording import thread
 from zoo.engine.replay import without_modes
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, BudgetError, PlanError
 from zoo.invocation import InputSpec, Invocation, needs_gradients
+from zoo.models.model import Model
 from zoo.planner.schemes import SegmentsError
-from zoo.policy.budget import Budget, Overhead
-from zoo.policy.options import (
-    Checkpoint,
-    PlannedRunner,
-    has_lazy,
-    runner_for,
-    warn_of_blocks,
-)
+from zoo.policy.options import Option, has_lazy, warn_of_blocks
 from zoo.profiling.progress import shown
+from zoo.profiling.tensor_spec import tensors_held_by
 from zoo.tracing.isolated_trace import RealStep, StepTrace, TraceError, step_trace_of
 from zoo.tracing.partition import check_switches, partition, paths_of
 from zoo.tracing.tracer import is_compiled
+from zoo.units import format_bytes
 
-# scripts that are kept for inputs of one kind, since forwards may branch
-MOST_BRANCHES = 8
+# how often one planned for arguments that differ in sizes alone: forwards may branch, and a kind of
+# arguments that always differs is not worth more
+MOST_PLANNINGS = 8
+# a plan serves arguments up to so many times as large as those that it was made for
+SHARED = 2.0
 # kinds of inputs whose plans are kept; the least recently used is dropped first
 MOST_KINDS = 64
+# the least bytes of an output of which a warning says that it is held
+MUCH = 1 << 20
+# held while a plan is made ahead, which copies of a model in several threads may ask for at once
+_PLANNING = threading.RLock()
 _log = logging.getLogger("zoo")
 
 
@@ -208,16 +222,20 @@ class BlockMark(Patch):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the block."""
-        if torch.compiler.is_compiling():
+        if is_exporting():
             return self.__wrapped__(*args, **kwargs)
-        if (forward := self.of_copy(sys._getframe(1))) is not None:
-            return forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            # a block that is compiled alone is kept as it is
+            if self.notices.is_compiled:
+                return recompute(self.__wrapped__, *args, **kwargs)
+            return self.__wrapped__(*args, **kwargs)
+        forward = self.of_copy(sys._getframe(1))
         conductor = thread.conductor
         if conductor is None:
-            return self._run_alone(args, kwargs)
+            return self._run_alone(args, kwargs) if forward is None else forward(*args, **kwargs)
         conductor.enter(self.path)
         try:
-            return self.__wrapped__(*args, **kwargs)
+            return (self.__wrapped__ if forward is None else forward)(*args, **kwargs)
         finally:
             conductor.leave()
 
@@ -253,6 +271,8 @@ class Notices:
 
     name: str
     said: set[str] = field(default_factory=set)
+    # whether the forward of the model is being compiled
+    is_compiled: bool = False
 
     def warn(self, what: str, text: str, *values: Any) -> None:
         """Logs a warning, whose first value is the model's name."""
@@ -263,15 +283,24 @@ class Notices:
 
 @dataclass
 class Traces:
-    """Scripts of the forwards traced for inputs of one kind, one for each branch, latest last.
+    """Scripts of the forwards traced for inputs of one kind, the one to begin with last.
 
-    `spec` is that of the latest traced inputs, which are of this size or larger.
+    Attributes:
+        spec: that of the latest traced inputs.
+        branches: for each branch of the forward the script of its plan, and for a budget those of
+            plans for larger inputs.
+        strayed: whether the last forward went by none of them; `stray` is its trace, if it could be
+            traced ahead.
+        can_be_planned: whether no planning failed.
+        plannings: how often one planned.
     """
 
     spec: InputSpec
     branches: list[Script] = field(default_factory=list)
     strayed: bool = False
+    stray: tuple[Invocation, StepTrace] | None = None
     can_be_planned: bool = True
+    plannings: int = 0
 
 
 class PatchedForward(Patch):
@@ -281,7 +310,7 @@ class PatchedForward(Patch):
     nothing needs a gradient, the original forward runs.
 
     Attributes:
-        option: `checkpoint`, `memory_budget` and `max_overhead` as the user chose them.
+        option: what the user chose, from which plans are made.
         patterns: the modules that the user named as blocks.
         latest: the script that the last forward ran by, or that it planned for the next; None
             before the first.
@@ -290,15 +319,12 @@ class PatchedForward(Patch):
     def __init__(
         self,
         module: nn.Module,
-        option: tuple[Checkpoint, Budget | None, Overhead | None],
+        option: Option,
         patterns: Sequence[str] | None,
     ) -> None:
         super().__init__(module)
         self.option, self.patterns = option, patterns
         self.notices = Notices(type(module).__name__)
-        runner = self.runner()
-        self.is_given = runner.plan is not None
-        self.binds_first_step = self.is_given or runner.checkpoint == "auto"
         blocks = {path: module.get_submodule(path) for path in paths_of(module, patterns)}
         # the kernels of a compiled block are invisible
         self.marks = [
@@ -335,71 +361,136 @@ class PatchedForward(Patch):
         for mark in self.marks:
             mark.uninstall()
 
-    def runner(self) -> PlannedRunner:
-        """Makes a runner that chooses plans by the option."""
-        runner = runner_for(*self.option)
-        assert runner is not None, "False puts nothing in force"
-        return runner
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward: by the plan where gradients are recorded, else as it is written."""
-        if is_exporting():
-            return self.__wrapped__(*args, **kwargs)
         if torch.compiler.is_compiling():
+            if is_exporting():
+                return self.__wrapped__(*args, **kwargs)
+            if self.marks:
+                if self.option.binds_first_step:
+                    compile_time()(_warn_of_blocks_alone)
+                # the marks of the blocks recompute them
+                self.notices.is_compiled = True
+                outputs = self.__wrapped__(*args, **kwargs)
+                self.notices.is_compiled = False
+                return outputs
             uncompiled = torch.compiler.disable(self._run_uncompiled)  # type: ignore[no-untyped-call]
             return uncompiled(args, kwargs)
-        if (forward := self.of_copy(sys._getframe(1))) is not None:
-            if conducts():
-                self.notices.warn(
-                    "outside",
-                    "a copy of %s, by copy.copy or nn.DataParallel, runs without its plan: copy by "
-                    "copy.deepcopy, train on several devices by DistributedDataParallel",
-                )
-            return forward(*args, **kwargs)
-        return self._run(args, kwargs)
+        if is_exporting():
+            return self.__wrapped__(*args, **kwargs)
+        forward = self.of_copy(sys._getframe(1))
+        return self._run(Invocation(args, kwargs), forward or self.__wrapped__, forward is not None)
 
     def _run_uncompiled(self, args: Any, kwargs: Any) -> Any:
         self.notices.warn(
             "compiled",
-            "%s is compiled as a whole, and runs as it is written: a plan takes the kernels of the "
-            "forward apart, which a compiler hides. Compile its blocks before zoo.checkpoint, or "
-            "take the plan off with zoo.uncheckpoint",
+            "%s has no blocks, and runs uncompiled: a plan takes the kernels of the forward apart, "
+            "which a compiler hides. Take the plan off with zoo.uncheckpoint to compile it",
         )
-        return self._run(args, kwargs)
+        return self._run(Invocation(args, kwargs), self.__wrapped__, is_copy=False)
 
-    def _run(self, args: Any, kwargs: Any) -> Any:
-        module, given = self._living(), Invocation(args, kwargs)
-        if not conducts():
+    def _run(self, given: Invocation, forward: Callable[..., Any], is_copy: bool) -> Any:
+        """Runs the original forward, of the module or of a copy that shares this."""
+        if not conducts() or self.module() is None:
             if (reason := reason_for_plain()) is not None:
                 self.notices.warn("plain", "%s runs without its plan: %s", reason)
-            return given.on(self.__wrapped__)
+            return given.on(forward)
         if not self._is_trained(given):
             before = sequence_number()
-            outputs = given.on(self.__wrapped__)
+            outputs = given.on(forward)
             self.has_hidden_gradients = sequence_number() != before
             return outputs
-        outputs = self._run_planned(module, given)
+        outputs = self._run_planned(given, forward, is_copy)
         self.has_run = True
+        if not self.option.step.holds_outputs:
+            self._watch(outputs)
         return outputs
 
-    def _run_planned(self, module: nn.Module, given: Invocation) -> Any:
+    def _watch(self, outputs: Any) -> None:
+        """Has the backward warn of outputs that the program holds, which the plan counts freed.
+
+        When the node that made an output runs, all that the loss saved of it is gone.
+        """
+        for output in tensors_held_by(outputs):
+            if output.grad_fn is not None and output.nbytes >= MUCH:
+                check = functools.partial(self._warn_if_held, weakref.ref(output))
+                output.grad_fn.register_prehook(check)
+
+    def _warn_if_held(self, reference: "weakref.ref[torch.Tensor]", _: Any) -> None:
+        if (output := reference()) is not None:
+            self.notices.warn(
+                "outputs",
+                "what %s returned is held by a variable in the backward (%s), and its plan counts "
+                "it until the loss: a step may take so much more than the budget. Pass "
+                "holds_outputs=True to zoo.checkpoint or zoo.plan, or write "
+                "loss(model(x)).backward()",
+                format_bytes(output.nbytes),
+            )
+
+    def _run_planned(self, given: Invocation, forward: Callable[..., Any], is_copy: bool) -> Any:
         spec = self._spec(given)
         traces = self._traces_for(spec)
-        if (not traces.branches or traces.strayed) and has_lazy(module):
+        if (not traces.branches or traces.strayed) and has_lazy(self.module()):
             # block by block: this forward gives lazy parameters their sizes
-            return Conductor([]).run(lambda: given.on(self.__wrapped__))
-        if not traces.branches and traces.can_be_planned and self._is_planned_ahead():
-            self._plan_first(given, traces)
-        is_new = not traces.branches or (traces.strayed and len(traces.branches) < MOST_BRANCHES)
-        if is_new and traces.can_be_planned:
+            return Conductor([]).run(lambda: given.on(forward))
+        if self._is_to_be_planned(traces, spec):
+            if traces.stray is not None:
+                self._plan_stray(spec, traces)
+            elif not traces.branches and self._is_planned_ahead():
+                self._plan_first(given, traces, forward)
+        if self._is_to_be_planned(traces, spec) and not is_copy:
             return self._trace(given, spec, traces)
+        if is_copy and not traces.branches:
+            self.notices.warn(
+                "copy",
+                "a copy of %s, by copy.copy or nn.DataParallel, runs block by block until there is "
+                "a plan: run a training step of the model itself before, or take a memory budget",
+            )
         conductor = Conductor(traces.branches[::-1])
-        outputs = conductor.run(lambda: given.on(self.__wrapped__))
-        traces.strayed = conductor.lost
-        # not in place: during a sort other threads would find the list empty
-        traces.branches = sorted(traces.branches, key=lambda one: one is conductor.script)
-        self.latest = traces.branches[-1] if traces.branches else None
+        outputs = conductor.run(lambda: given.on(forward))
+        traces.strayed = conductor.lost or conductor.outgrown
+        if conductor.outgrown:
+            self.notices.warn(
+                "outgrown",
+                "a forward of %s makes larger tensors than its plan has room for, and went on "
+                "block by block, which may take more than the budget: sizes that no tensor among "
+                "the arguments shows are known only then. The next of this kind is planned for",
+            )
+        if (used := conductor.script) is not None:
+            # the next forward begins with the fastest that would have served this one
+            first = fastest(traces.branches[::-1], used.operators, conductor.sizes) or used
+            # not in place: during a sort other threads would find the list empty
+            traces.branches = sorted(traces.branches, key=lambda one: one is first)
+        self.latest = conductor.script
+        if self.option.is_bounded and self._is_to_be_planned(traces, spec):
+            # else the next forward is traced, whatever it does
+            with contextlib.suppress(ArgumentError), without_modes():
+                traces.stray = given, step_trace_of(self.module(), given)
         return outputs
+
+    def _plan_stray(self, spec: InputSpec, traces: Traces) -> None:
+        """Plans for a forward that went by no known plan."""
+        assert traces.stray is not None, "there is one"
+        (given, trace), traces.stray = traces.stray, None
+        try:
+            self._plan(given, spec, trace, [*map(resolved, trace.graph.operators)])
+        except (ArgumentError, BudgetError, PlanError) as error:
+            self._go_by_blocks(traces, error)
+
+    def _is_to_be_planned(self, traces: Traces, spec: InputSpec) -> bool:
+        """Returns whether a forward is traced, since no script is known for it, and planned for."""
+        is_new = (not traces.branches or traces.strayed) and traces.can_be_planned
+        # under a profiler no kernel can be measured
+        waits = self.has_run and self.option.is_bounded and is_profiling()
+        return is_new and not waits and self._plannings(spec) < MOST_PLANNINGS
+
+    def _plannings(self, spec: InputSpec) -> int:
+        """Returns how often one planned for arguments that differ in sizes alone."""
+        return sum(traces.plannings for traces in self._like(spec))
+
+    def _like(self, spec: InputSpec) -> list[Traces]:
+        known = [*self.traces.items()]
+        return [traces for other, traces in known if other.structure == spec.structure]
 
     def _is_trained(self, given: Invocation) -> bool:
         with without_modes():
@@ -411,15 +502,21 @@ class PatchedForward(Patch):
             return InputSpec.of(given, self.module())
 
     def _traces_for(self, spec: InputSpec) -> Traces:
-        """Returns the traces for inputs like these; new ones start from those of larger inputs.
+        """Returns the traces for inputs like these; new ones start from those that have room.
 
         Other threads may do so, too, so nothing iterates over the table while it changes.
         """
         traces = self.traces.pop(spec, None)
         if traces is None:
-            planned = {known.spec: known.branches for known in [*self.traces.values()]}
-            cover = spec.smallest_cover(known for known, scripts in planned.items() if scripts)
-            traces = Traces(spec) if cover is None else Traces(cover, [*planned[cover]])
+            # those of the smallest that these are within, else of the smallest that have room
+            like = sorted(
+                (one for one in self._like(spec) if one.branches),
+                key=lambda one: (spec.growth_over(one.spec) > 1, one.spec.elements),
+            )
+            served = (Traces(one.spec, _with_room(one, spec)) for one in like)
+            traces = next((one for one in served if one.branches), Traces(spec))
+            if like and not traces.branches and self._plannings(spec) >= MOST_PLANNINGS:
+                traces.branches = [*like[-1].branches]
         self.traces[spec] = traces
         for oldest in [*self.traces][:-MOST_KINDS]:
             self.traces.pop(oldest, None)
@@ -429,25 +526,30 @@ class PatchedForward(Patch):
     def plan_ahead(self, given: Invocation) -> None:
         """Makes a plan for arguments like these now."""
         check_switches(self.module())
-        trace = step_trace_of(self.module(), given)
-        operators = [*map(resolved, trace.graph.operators)]
-        self.latest = self._script(given, trace, operators, trace.graph.visits)
-        self._traces_for(self._spec(given)).branches.append(self.latest)
+        with without_modes():
+            trace = step_trace_of(self.module(), given, self.option.step.loss)
+        operators = [*map(resolved, trace.graph.operators[: trace.graph.of_model])]
+        self._plan(given, self._spec(given), trace, operators)
 
-    def _plan_first(self, given: Invocation, traces: Traces) -> None:
+    def _plan_first(self, given: Invocation, traces: Traces, forward: Callable[..., Any]) -> None:
         """Makes a plan for the first forward; one that raises an error raises it as unplanned.
 
         For a kind of inputs that comes later, a plan that is not found is a warning.
         """
         try:
-            return self.plan_ahead(given)
+            with _PLANNING:
+                # another thread may have made it meanwhile
+                return None if traces.branches else self.plan_ahead(given)
         except (ArgumentError, BudgetError, PlanError) as error:
             refused = error
+        if isinstance(refused, TraceError) and not self.option.binds_first_step:
+            # a real step may be traced
+            return
         if self.has_run:
             self._go_by_blocks(traces, refused)
             return
         if isinstance(refused, TraceError) and refused.raised:
-            Conductor([]).run(lambda: given.on(self.__wrapped__))
+            Conductor([]).run(lambda: given.on(forward))
             name = type(self.module()).__name__
             refused = TraceError(
                 f"the forward of {name} runs, and its trace ahead of the first training step does "
@@ -462,10 +564,20 @@ class PatchedForward(Patch):
         warn_of_blocks(self.module(), error)
 
     def _is_planned_ahead(self) -> bool:
-        """Says whether the first forward is traced ahead, since it must run by a plan, too."""
-        # a step on fake tensors takes no memory; spread parameters cannot be traced ahead
-        is_here = not (self.is_given and any(map(is_spread, self.module().parameters())))
-        return self.binds_first_step and active_fake_mode() is None and is_here
+        """Returns whether the first forward is traced ahead, so that it runs by a plan, too.
+
+        So is that of a model of zoo, since it does nothing else, and where a number of segments may
+        be refused.
+        """
+        if active_fake_mode() is not None:
+            # a step on fake tensors takes no memory
+            return False
+        can_be_real = self.option.plan is not None or not self.option.binds_first_step
+        if can_be_real and any(map(is_spread, self.module().parameters())):
+            # spread parameters cannot be traced ahead
+            return False
+        is_first = self.option.binds_first_step or self.option.is_count
+        return is_first or isinstance(self.module(), Model)
 
     def _trace(self, given: Invocation, spec: InputSpec, traces: Traces) -> Any:
         """Runs the forward block by block, traces it and plans for the next; warns on failure."""
@@ -475,33 +587,72 @@ class PatchedForward(Patch):
             conductor = Conductor([], step.logger.hooks())
         with step:
             outputs = conductor.run(lambda: given.on(self.__wrapped__))
-        traces.strayed = False
         try:
             with without_modes():
                 trace = step.trace(outputs)
-            self.latest = self._script(given, trace, conductor.operators, conductor.visits)
-            traces.spec = spec
-            traces.branches.append(self.latest)
+            trace.graph.visits = conductor.visits
+            self._plan(given, spec, trace, conductor.operators)
+            if self.option.step.loss is not None:
+                self.notices.warn(
+                    "loss",
+                    "%s takes another path, which is planned for without the bytes of loss=: its "
+                    "steps may take so much more than the budget",
+                )
         except (ArgumentError, BudgetError, PlanError) as error:
-            is_for_a_path = self.is_given or isinstance(error, SegmentsError)
-            if not self.has_run and (is_for_a_path or self.binds_first_step):
+            is_refused = self.option.binds_first_step or isinstance(error, SegmentsError)
+            if not self.has_run and is_refused:
                 raise
             self._go_by_blocks(traces, error)
         return outputs
 
-    def _script(
-        self,
-        given: Invocation,
-        trace: StepTrace,
-        operators: Sequence[Any],
-        visits: dict[Visit, int],
-    ) -> Script:
-        """Makes a plan for a traced forward."""
-        module, state = self.module(), tuple(given.tensors)
+    def _plan(
+        self, given: Invocation, spec: InputSpec, trace: StepTrace, operators: Sequence[Any]
+    ) -> None:
+        """Plans for a traced forward, unless there is a plan that serves it."""
+        module, traces, count = self.module(), self._traces_for(spec), self._plannings(spec)
+        sizes = [0] * len(operators)
+        for call in trace.graph.calls:
+            # those of a loss are not run by the forward
+            if call.index < len(sizes):
+                sizes[call.index] = call.bytes
+        traces.strayed, traces.plannings = False, traces.plannings + 1
+        if count + 1 == MOST_PLANNINGS:
+            self.notices.warn(
+                "plannings",
+                "%s was planned for %d times, as its inputs or its path differ. It is not any more "
+                "for arguments like these: what goes by none of these plans goes block by block",
+                MOST_PLANNINGS,
+            )
+        if fastest(traces.branches, operators, dict(enumerate(sizes))) is not None:
+            # it was another forward that strayed
+            return
+        if count:
+            again = "%s: another path or larger inputs, planned again (%d of %d)"
+            _log.info(again, self.notices.name, count + 1, MOST_PLANNINGS)
         with without_modes(), torch.enable_grad():
             outline = partition(module, trace, paths_of(module, self.patterns))
-            plan = self.runner().plan_for(module, outline, state)  # type: ignore[arg-type]
-        return Script(operators, outline.cuts[: len(outline)], plan, visits)
+            plans = self.option.plans_for(module, outline, given.tensors)
+        scripts = [
+            Script(operators, outline.cuts[: len(outline)], plan, trace.graph.visits, sizes, room)
+            for plan, room in plans
+        ]
+        traces.spec, traces.branches = spec, [*traces.branches, *reversed(scripts)]
+        self.latest = scripts[0]
+
+
+def _with_room(traces: Traces, spec: InputSpec) -> list[Script]:
+    """Returns the scripts of known inputs that have room for others."""
+    growth = spec.growth_over(traces.spec)
+    return [one for one in traces.branches if growth <= min(one.room, SHARED)]
+
+
+def _warn_of_blocks_alone(_: Any) -> None:
+    """Warns while a model is compiled that its budget, or its plan, is not in force."""
+    _log.warning(
+        "a model with a memory budget or a plan of its own is compiled as a whole: each of its "
+        "blocks is recomputed, which may take more than the budget. Compile its blocks before "
+        "zoo.checkpoint to have the plan in force"
+    )
 
 
 def patched_forward(model: nn.Module) -> PatchedForward | None:
@@ -517,9 +668,7 @@ def named_steps(model: nn.Module) -> Sequence[str] | None:
     return None if patched is None else patched.patterns
 
 
-def runner_of(model: nn.Module) -> Runner | None:
-    """Returns the runner that chooses a model's plans by the option in force; None without one."""
-    if isinstance(model, Chain):
-        return model.runner
+def option_of(model: nn.Module) -> Option | None:
+    """Returns the option that is in force on a model; None without one."""
     patched = patched_forward(model)
-    return None if patched is None else patched.runner()
+    return None if patched is None else patched.option

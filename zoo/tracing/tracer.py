@@ -15,7 +15,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -26,12 +26,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zoo._torch import FakeTensor
 from zoo.engine.dispatch_keys import kernel_of, with_present_keys
-from zoo.engine.kernel_segments import Visit
+from zoo.engine.kernel_segments import Visit, bytes_returned
 from zoo.engine.operands import has_own_storage, is_plain
-from zoo.engine.operator_effects import effects_of, makes_dropout_state, name_of
+from zoo.engine.operator_effects import effects_of, is_view, makes_dropout_state, name_of
 from zoo.engine.recording import KernelMode, storage_of, thread, written_by
 from zoo.errors import ArgumentError
-from zoo.profiling.source_location import line_of_frame, modules_around
+from zoo.profiling.source_location import Instruction, line_of_frame, modules_around
 from zoo.profiling.tensor_spec import tensors_in
 
 SETS_STORAGE = frozenset(
@@ -48,8 +48,10 @@ class Call:
         index: how many operators were dispatched before it.
         within: paths of the modules whose forward was running, outermost first.
         line: "file:line" of the model's code that called it; "" if there is none.
-        shapes: of the tensors that it returned.
+        shapes: of the tensors that it returned; `bytes` of all of them.
         parameters: numbers of those of the model's parameters that it was given.
+        function: the number and the name of the call of a torch function that dispatched it; 0 and
+            "" if there is none.
     """
 
     operator: str
@@ -57,12 +59,14 @@ class Call:
     within: tuple[str, ...]
     line: str = field(default="", compare=False)
     shapes: tuple[tuple[int, ...], ...] = ()
+    bytes: int = field(default=0, compare=False)
     parameters: frozenset[int] = frozenset()
+    function: tuple[int, str] = field(default=(0, ""), compare=False)
 
     @property
     def verb(self) -> str:
-        """The operator's short name: 'add' of "aten.add.Tensor"."""
-        return self.operator.split(".")[1]
+        """The name of the function, else the operator's: 'add' of "aten.add.Tensor"."""
+        return self.function[1] or self.operator.split(".")[1]
 
 
 @dataclass(slots=True)
@@ -83,27 +87,6 @@ class Graph:
     of_model: int = 0
 
 
-def tensors_held_by(value: Any) -> list[Tensor]:
-    """Returns the tensors that an object holds, also in attributes, as of a dataclass or cache."""
-    tensors: dict[int, Tensor] = {}
-    # keeps each object alive, so that its id is not reused
-    seen: dict[int, Any] = {}
-    waiting = [value]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, Tensor):
-            tensors.setdefault(id(value), value)
-        elif id(value) not in seen and not callable(value):
-            seen[id(value)] = value
-            parts = list(getattr(value, "__dict__", {}).values())
-            if isinstance(value, Mapping):
-                parts = [*value.values(), *parts]
-            elif isinstance(value, list | tuple | set | frozenset):
-                parts = [*value, *parts]
-            waiting += reversed(parts)
-    return list(tensors.values())
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Returns whether a module is compiled, by `torch.compile` or its own `compile`."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
@@ -117,6 +100,7 @@ class Tracer(KernelMode):
 
     # a compiled block is not recomputed
     keeps_compiled = True
+    _entered = False
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -134,6 +118,10 @@ class Tracer(KernelMode):
         self._views_at: list[tuple[int, int]] = []
         # what the latest calls returned
         self._results: list[list[weakref.ref[Tensor]]] = []
+        # the latest call of a torch function: its number, where it was called, its kernels so far
+        self._number = 0
+        self._called_at: tuple[tuple[str, ...], Instruction] | None = None
+        self._kernels: list[Any] = []
 
     @property
     def graph(self) -> Graph:
@@ -157,6 +145,26 @@ class Tracer(KernelMode):
 
     def leave(self) -> None:
         """Ignores that a block ends."""
+
+    def mark(self, blocks: Iterable[str]) -> None:
+        """Has each call of these modules of the model noted, for as long as the model lives.
+
+        Those that a plan in force has marked, and compiled ones, stay as they are.
+        """
+        for path in blocks:
+            module = self.model.get_submodule(path)
+            before = vars(module).get("forward")
+            if not hasattr(before, "only_marks") and not is_compiled(module):
+                vars(module)["forward"] = self._marked(module.forward, path, before is None)
+
+    def _marked(self, forward: Callable[..., Any], path: str, only_marks: bool) -> Any:
+        @functools.wraps(forward)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            self.enter(path)
+            return forward(*args, **kwargs)
+
+        marked.only_marks = only_marks  # type: ignore[attr-defined]
+        return marked
 
     def note_end_of_model(self) -> None:
         """Notes that the model has returned; later calls are the loss's, which is in no module."""
@@ -228,16 +236,37 @@ class Tracer(KernelMode):
         if func in SETS_STORAGE:
             self._made_by.pop(args[0], None)
             return False
-        within, line = modules_around(frame, self.paths)
+        within, line, instruction = modules_around(frame, self.paths)
         for tensor in reversed(tensors_in((args, kwargs))):
             if isinstance(tensor, FakeTensor):
                 self._forget_regenerated(tensor, line)
         call = Call(name_of(func), len(self._graph.operators) - 1, within, line)
+        call.function = self._function_of(func, within, instruction)
         owned = map(self._parameters.get, map(id, tensors_in((args, kwargs))))
         call.parameters = frozenset(number for number in owned if number is not None)
         self._graph.calls.append(call)
         self._results.append([])
         return True
+
+    def _function_of(
+        self, func: Any, within: tuple[str, ...], instruction: Instruction | None
+    ) -> tuple[int, str]:
+        """Returns the number and the name of the call of a torch function that an operator is of.
+
+        All that one instruction of the caller dispatches in a row is one call. A loop in C, as that
+        of `sum`, or in a frame that lies where the last one did begins its first kernel again.
+        """
+        if instruction is None:
+            return 0, ""
+        goes_on = (within, instruction) == self._called_at
+        begins_again = (
+            self._kernels[:1] == [func] and sum(not is_view(kernel) for kernel in self._kernels) < 2
+        )
+        if not goes_on or begins_again:
+            self._number += 1
+            self._called_at, self._kernels = (within, instruction), []
+        self._kernels.append(func)
+        return self._number, instruction.name()
 
     def _after(self, func: Any, args: Any, kwargs: Any, result: Any, frame: FrameType) -> None:
         """Notes which results are views, and which views autograd makes anew for fake tensors."""
@@ -250,7 +279,9 @@ class Tracer(KernelMode):
         given = tensors_in((args, kwargs))
         storages = {id(storage_of(tensor)) for tensor in given}
         results = tensors_in(result)
-        self._graph.calls[-1].shapes = tuple(tuple(tensor.shape) for tensor in results)
+        call = self._graph.calls[-1]
+        call.shapes = tuple(tuple(tensor.shape) for tensor in results)
+        call.bytes = bytes_returned(result)
         for tensor in results:
             if any(tensor is one for one in given):
                 continue

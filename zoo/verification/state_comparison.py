@@ -128,7 +128,7 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields what modules keep beside parameters and buffers: counters, flags, caches, state."""
     for path, module in model.named_modules():
         for key, value in vars(module).items():
-            if key not in BOOKKEEPING and key != "runner":
+            if key not in BOOKKEEPING:
                 yield from _named(f"{path}.{key}".lstrip("."), value)
 
 

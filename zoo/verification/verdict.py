@@ -10,7 +10,7 @@ from zoo.units import counted
 
 @dataclass(frozen=True)
 class Place:
-    """A step of the chain: its number from 0, its name, and what it did, as a relative clause."""
+    """A module: the number of its call from 0, its path, and what it did, as a relative clause."""
 
     number: int
     name: str
@@ -30,7 +30,7 @@ class Difference:
         differing, elements: how many numbers differ in a bit, of how many.
         largest: the largest absolute difference; inf where one of the two is not a number.
         note: what differs when it is not numbers, else ''.
-        place: the first step of the chain whose output or gradient differs; None if unknown.
+        place: the first module whose output or gradient differs; None if unknown.
     """
 
     kind: str
@@ -48,7 +48,7 @@ class Difference:
         text = f"{self.kind}{name} after training step {self.training_step} ({self.note or count})."
         if (place := self.place) is None:
             return text
-        return f"{text} First in the chain is step {place.number} ({place.name}), {place.what}."
+        return f"{text} The first of its modules is {place.name}, {place.what}."
 
 
 @dataclass(frozen=True)

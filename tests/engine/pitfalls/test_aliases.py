@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.pitfalls.program import Call, assert_exact
+from tests.training import Call, assert_exact
 
 
 def add_to_halves(h: Tensor, _: Tensor) -> None:

@@ -12,17 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zoo
-from tests.engine.pitfalls.program import (
-    WAYS,
-    Call,
-    Counting,
-    Way,
-    assert_exact,
-    elsewhere,
-    net,
-    rows,
-    state_of,
-)
+from tests.training import WAYS, Call, Counting, Way, assert_exact, elsewhere, net, rows, state_of
 
 
 def autocast(dtype: torch.dtype = torch.bfloat16, **options: Any) -> AbstractContextManager[Any]:

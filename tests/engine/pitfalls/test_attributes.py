@@ -11,15 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.pitfalls.program import (
-    WAYS,
-    Call,
-    Way,
-    assert_exact,
-    assert_trains,
-    gradients,
-    rows,
-)
+from tests.training import WAYS, Call, Way, assert_exact, assert_trains, gradients, rows
 
 
 class Scheduled(nn.Module):

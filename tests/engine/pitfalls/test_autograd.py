@@ -7,16 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from tests.engine.pitfalls.program import (
-    WAYS,
-    Call,
-    Way,
-    assert_exact,
-    assert_trains,
-    net,
-    rows,
-    state_of,
-)
+from tests.training import WAYS, Call, Way, assert_exact, assert_trains, net, rows, state_of
 from zoo._torch import sequence_number
 
 

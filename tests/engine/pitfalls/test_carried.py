@@ -6,16 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.pitfalls.program import (
-    WAYS,
-    Call,
-    Way,
-    assert_exact,
-    assert_trains,
-    net,
-    rows,
-    state_of,
-)
+from tests.training import WAYS, Call, Way, assert_exact, assert_trains, net, rows, state_of
 
 
 class Logging(nn.Module):

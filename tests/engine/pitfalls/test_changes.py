@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from tests.engine.pitfalls.program import (
+from tests.training import (
     WAYS,
     Call,
     Way,

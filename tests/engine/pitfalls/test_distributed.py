@@ -18,17 +18,8 @@ from torch.distributed.pipelining import (
 from torch.nn.parallel import DistributedDataParallel
 
 import zoo
-from tests.engine.pitfalls.program import (
-    Call,
-    Program,
-    assert_exact,
-    frozen,
-    gradients,
-    net,
-    plain,
-    state_of,
-)
 from tests.processes import Failures, failures_in
+from tests.training import Call, Program, assert_exact, frozen, gradients, net, plain, state_of
 
 
 class Model(nn.Module):
@@ -56,7 +47,7 @@ def data_parallel(shared: bool, norm: bool, **options: Any) -> Program:
         model = DistributedDataParallel(Model(call, shared, norm), **options)
         for x in batches():
             model(x).square().sum().backward()
-        return state_of(model)["buffers"], gradients(model), [x.grad for x in batches()]
+        return frozen(dict(model.named_buffers())), gradients(model), [x.grad for x in batches()]
 
     return program
 
@@ -221,7 +212,7 @@ def pipeline(schedule: Any, count: int) -> Program:
         for batch in torch.rand(3, 8, 4):
             last = {"target": batch.sin(), "losses": losses} if count - 1 in own else {}
             run.step(*[batch] * (0 in own), **last)
-        return losses, [[gradients(parts[n]), state_of(parts[n])["buffers"]] for n in own]
+        return losses, [[gradients(parts[n]), frozen(dict(parts[n].named_buffers()))] for n in own]
 
     return program
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import zoo
-from tests.engine.pitfalls.program import Call, plain
+from tests.training import Call, plain
 
 Segment = Callable[..., Tensor]
 

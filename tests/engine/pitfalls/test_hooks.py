@@ -9,17 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from tests.engine.pitfalls.program import (
-    WAYS,
-    Call,
-    Way,
-    assert_exact,
-    module,
-    net,
-    rows,
-    state_of,
-    train,
-)
+from tests.training import WAYS, Call, Way, assert_exact, module, net, rows, state_of, train_by
 
 Log = list[Any]
 
@@ -253,7 +243,7 @@ def test_a_global_hook_that_reads_statistics_by_a_name_of_its_own() -> None:
             lambda m, xs, y: y * getattr(m, name).sum() if hasattr(m, name) else None
         )
         try:
-            return train(call, net(nn.BatchNorm1d(4)), rows, module, 2)
+            return train_by(call, net(nn.BatchNorm1d(4)), rows, module, 2)
         finally:
             handle.remove()
 

@@ -12,17 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
 import zoo
-from tests.engine.pitfalls.program import (
-    WAYS,
-    Call,
-    Forward,
-    Way,
-    assert_exact,
-    frozen,
-    net,
-    rows,
-    state_of,
-)
+from tests.training import WAYS, Call, Forward, Way, assert_exact, frozen, net, rows, state_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta"),

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
-from tests.engine.pitfalls.program import (
+from tests.training import (
     WAYS,
     Call,
     Way,
     assert_exact,
-    compare,
+    assert_same,
     elsewhere,
     frozen,
+    gradients,
     module,
     nested,
     net,
@@ -31,7 +32,7 @@ from tests.engine.pitfalls.program import (
     plain,
     rows,
     state_of,
-    train,
+    train_by,
 )
 from zoo.profiling.peak_memory import trace
 
@@ -76,7 +77,7 @@ def test_a_fault_in_the_forward(way: Way, error: type[BaseException]) -> None:
             way(call, model, *rows())
         model[4].error = None
         after = state_of(model), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
-        return after, train(call, model, rows, way, 2)
+        return after, train_by(call, model, rows, way, 2)
 
     assert_exact(program)
 
@@ -113,12 +114,12 @@ def test_a_fault_at_any_kernel_of_the_backward(way: Way, error: type[BaseExcepti
             loss.backward()
             completed = True
         model.zero_grad()
-        compare((state_of(model), frozen(torch.get_rng_state())), before)
+        assert_same((state_of(model), frozen(torch.get_rng_state())), before)
         assert (torch.is_grad_enabled(), torch.get_default_dtype()) == (True, torch.float32)
         twin.load_state_dict(model.float().state_dict())
-        compare(
-            outcome(lambda call, model=model: train(call, model, rows, way, 2), zoo.recompute),
-            outcome(lambda call, twin=twin: train(call, twin, rows, way, 2), plain),
+        assert_same(
+            outcome(lambda call, model=model: train_by(call, model, rows, way, 2), zoo.recompute),
+            outcome(lambda call, twin=twin: train_by(call, twin, rows, way, 2), plain),
         )
     assert number > 30
 
@@ -139,7 +140,7 @@ def test_two_threads_train_two_models_at_once() -> None:
         for thread in threads:
             thread.join()
         results.append([state_of(model) for model in models])
-    compare(results[1], results[0])
+    assert_same(results[1], results[0])
 
 
 def work(call: Call, model: nn.Module, batches: list[Tensor]) -> None:
@@ -182,12 +183,12 @@ def test_copies_and_pickles_of_a_model_in_training(duplicate: Any) -> None:
 
     def program(call: Call) -> Any:
         model, (x,) = Checkpointed(call), rows()
-        train(plain, model, rows, module, 1)
+        train_by(plain, model, rows, module, 1)
         loss = model(x).square().sum()
         twin = duplicate(model)
-        found = train(plain, twin, rows, module, 2)
+        found = train_by(plain, twin, rows, module, 2)
         loss.backward()
-        return found, x.grad, [state_of(m)["gradients"] for m in (model, twin)], twin.calls
+        return found, x.grad, [gradients(m) for m in (model, twin)], twin.calls
 
     assert_exact(program)
 
@@ -196,7 +197,7 @@ def test_names_are_those_of_the_baseline() -> None:
     """pytorch PR#77224, PR#118119, pytorch#108269: nothing is wrapped, by a step neither."""
     models = [Checkpointed(call) for call in (plain, zoo.recompute)]
     for model in models:
-        train(plain, model, rows, module, 1)
+        train_by(plain, model, rows, module, 1)
     baseline, model = models
     assert [*baseline.state_dict()] == [*model.state_dict()]
     baseline.load_state_dict(model.state_dict(), strict=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 import zoo
-from tests.engine.pitfalls.program import Call, assert_exact, compare, outcome, plain, state_of
+from tests.training import Call, assert_exact, assert_same, outcome, plain, state_of
 
 
 class Logged(torch.autograd.Function):
@@ -50,7 +50,7 @@ def test_segments_run_in_order_and_once() -> None:
 
     assert_exact(program)
     forwards, backwards = [f"{name}:forward" for name in "abc"], [f"{n}:backward" for n in "cba"]
-    assert outcome(program, zoo.recompute)["result"] == [*forwards, *backwards]
+    assert outcome(program, zoo.recompute)[0] == [*forwards, *backwards]
 
 
 def test_a_segment_whose_inputs_need_no_gradient() -> None:
@@ -167,7 +167,7 @@ def test_statistics_of_wrapped_norms_move_once(norm: Callable[[], nn.Module]) ->
             x = torch.rand(4, 4, requires_grad=True)
             y = model.train(step != 1)(x)
             y.square().sum().backward()
-            found += [y, x.grad, state_of(inner.module)["buffers"]]
+            found += [y, x.grad, dict(inner.module.named_buffers())]
         return found
 
     assert_exact(program)
@@ -208,5 +208,5 @@ def test_the_switch_of_timm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     expected = outcome(program, plain)
     assert not calls
-    compare(outcome(program, counted), expected)
+    assert_same(outcome(program, counted), expected)
     assert calls

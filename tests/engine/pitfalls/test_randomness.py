@@ -9,17 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.engine.pitfalls.program import (
+from tests.training import (
     WAYS,
     Call,
     Way,
     assert_exact,
     assert_trains,
+    generator,
     net,
     rows,
     state_of,
 )
-from tests.training import generator
 
 
 @pytest.mark.parametrize("way", WAYS)

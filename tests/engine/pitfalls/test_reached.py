@@ -8,15 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.pitfalls.program import (
-    WAYS,
-    Call,
-    Way,
-    assert_exact,
-    assert_trains,
-    rows,
-    state_of,
-)
+from tests.training import WAYS, Call, Way, assert_exact, assert_trains, rows, state_of
 
 settings = types.ModuleType("settings_of_a_program")
 settings.scale = 1.0  # type: ignore[attr-defined]

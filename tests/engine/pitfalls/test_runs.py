@@ -12,14 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from tests.engine.pitfalls.program import (
-    WAYS,
-    Call,
-    Way,
-    assert_exact,
-    plain,
-    rows,
-)
+from tests.training import WAYS, Call, Way, assert_exact, plain, rows
 
 SOURCES: dict[str, Callable[[], list[int]]] = {
     "operating system": lambda: [*os.urandom(4)],

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from tests.engine.pitfalls.program import (
+from tests.training import (
     WAYS,
     Call,
     Way,
@@ -19,7 +19,7 @@ from tests.engine.pitfalls.program import (
     net,
     rows,
     state_of,
-    train,
+    train_by,
 )
 
 
@@ -270,7 +270,7 @@ MOVING = [
 
 @pytest.mark.parametrize("kind", MOVING)
 def test_state_that_is_read_where_it_moves(kind: type[nn.Module]) -> None:
-    assert_exact(lambda call: train(call, kind(), rows, module, 2))
+    assert_exact(lambda call: train_by(call, kind(), rows, module, 2))
 
 
 class Tagged(Tensor):

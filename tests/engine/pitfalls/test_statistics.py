@@ -10,19 +10,19 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import zoo
-from tests.engine.pitfalls.program import (
+from tests.training import (
     WAYS,
     Call,
     Forward,
     Way,
     assert_exact,
     assert_trains,
-    images,
     module,
     net,
+    pictures,
     rows,
     state_of,
-    train,
+    train_by,
 )
 from zoo.profiling.peak_memory import trace
 
@@ -53,7 +53,7 @@ def test_instance_norm_moves_once(way: Way) -> None:
     norm = nn.InstanceNorm2d
     assert_trains(
         lambda: nn.Sequential(nn.Conv2d(4, 4, 3), norm(4, track_running_stats=True), nn.GELU()),
-        images,
+        pictures,
         way,
     )
 
@@ -66,7 +66,7 @@ def test_statistics_move_once_without_gradients(way: Way) -> None:
         model = net(nn.BatchNorm1d(4))
         with torch.no_grad():
             output = way(call, model, *rows())
-        return output, state_of(model), train(call, model, rows, way, 1)
+        return output, state_of(model), train_by(call, model, rows, way, 1)
 
     assert_exact(program)
 
@@ -317,7 +317,7 @@ class Switching(nn.Module):
 
 def test_a_big_buffer_that_moves_late() -> None:
     """Observers that start after some steps."""
-    assert_exact(lambda call: train(call, Switching(), rows, module, 5))
+    assert_exact(lambda call: train_by(call, Switching(), rows, module, 5))
 
 
 @pytest.mark.parametrize("kind", [Averaging, Functional, Codebook])

@@ -9,15 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from tests.engine.pitfalls.program import (
-    Call,
-    assert_exact,
-    gradients,
-    images,
-    net,
-    rows,
-    state_of,
-)
+from tests.training import Call, assert_exact, gradients, net, pictures, rows, state_of
 
 
 @dataclasses.dataclass
@@ -240,7 +232,7 @@ def test_the_format_of_memory() -> None:
     def program(call: Call) -> Any:
         model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 1))
         model.to(memory_format=torch.channels_last)
-        (x,) = images()
+        (x,) = pictures()
         y = x.detach().contiguous(memory_format=torch.channels_last).requires_grad_()
         output = call(model, y)
         output.square().mean().backward()

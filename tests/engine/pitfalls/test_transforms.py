@@ -9,16 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
-from tests.engine.pitfalls.program import (
-    WAYS,
-    Call,
-    Way,
-    assert_exact,
-    gradients,
-    net,
-    rows,
-    state_of,
-)
+from tests.training import WAYS, Call, Way, assert_exact, gradients, net, rows, state_of
 
 
 def mixed() -> nn.Sequential:

@@ -12,15 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zoo
-from tests.engine.pitfalls.program import (
-    Call,
-    assert_exact,
-    compare,
-    elsewhere,
-    outcome,
-    plain,
-    rows,
-)
+from tests.training import Call, assert_exact, assert_same, elsewhere, outcome, plain, rows
 from zoo.profiling.peak_memory import trace
 
 SMALL, LARGE = 4, 8000
@@ -121,7 +113,7 @@ def test_a_write_that_no_mode_sees(program: Callable[..., Tensor], size: int) ->
         with pytest.raises(zoo.RecomputeError, match="changed in place after it was used"):
             outcome(run, zoo.recompute)
     else:
-        compare(outcome(run, zoo.recompute), expected)
+        assert_same(outcome(run, zoo.recompute), expected)
 
 
 def an_activation_by_data(h: Tensor) -> Tensor:
@@ -989,7 +981,7 @@ def test_memory_that_is_filled_in_part_and_read_whole(
         y.sum().backward()
         return [y, x.grad]
 
-    compare(outcome(run, zoo.recompute), outcome(run, plain))
+    assert_same(outcome(run, zoo.recompute), outcome(run, plain))
 
 
 def test_memory_that_grew_and_is_read_whole() -> None:
@@ -1006,7 +998,7 @@ def test_memory_that_grew_and_is_read_whole() -> None:
         y.sum().backward()
         return [y, x.grad]
 
-    compare(outcome(run, zoo.recompute), outcome(run, plain))
+    assert_same(outcome(run, zoo.recompute), outcome(run, plain))
 
 
 def test_statistics_that_grew_and_are_read_whole() -> None:
@@ -1024,7 +1016,7 @@ def test_statistics_that_grew_and_are_read_whole() -> None:
         y.sum().backward()
         return [y, x.grad]
 
-    compare(outcome(run, zoo.recompute), outcome(run, plain))
+    assert_same(outcome(run, zoo.recompute), outcome(run, plain))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -1142,7 +1134,7 @@ def test_a_write_into_what_has_no_gradient(
         with pytest.raises(zoo.RecomputeError, match="by code that torch does not see"):
             outcome(run, zoo.recompute)
     else:
-        compare(outcome(run, zoo.recompute), expected)
+        assert_same(outcome(run, zoo.recompute), expected)
 
 
 @pytest.mark.parametrize("write", WRITERS)

@@ -1,11 +1,11 @@
-"""The x axis of a picture of a chain: a column for each step, labels below.
+"""The x axis of a picture of a model's steps: a column for each step, labels below.
 
     steps     conv1 | layer1.0.convolve layer1.0.add | layer1.1.convolve layer1.1.add | classify
     blocks    conv1   layer1.0                         layer1.1                         classify
     numbers           0                                1
     stages    conv1                  layer1                                             classify
 
-A chain of more than `MOST_STEPS` steps gets a column for each block: ResNet-1001 has 2,000 steps,
+More than `MOST_STEPS` steps get a column for each block: ResNet-1001 has 2,000 steps,
 more than a page has points.
 """
 
@@ -32,8 +32,8 @@ class AxisLabel(NamedTuple):
         return (self.start + self.stop) / 2
 
 
-class ChainAxis(NamedTuple):
-    """The axis of a chain of n steps.
+class StepAxis(NamedTuple):
+    """The axis of n steps.
 
     edges: the start of each step, and the end of the last one: n + 1 rising numbers.
     columns: the steps in each column of the picture, a range.
@@ -46,8 +46,8 @@ class ChainAxis(NamedTuple):
     stages: Sequence[AxisLabel]
 
 
-def chain_axis(names: Sequence[str], blocks: Sequence[int]) -> ChainAxis:
-    """Lays a chain out along an axis: one column per step, or per block if there are many steps."""
+def step_axis(names: Sequence[str], blocks: Sequence[int]) -> StepAxis:
+    """Lays steps out along an axis: one column per step, or per block if there are many steps."""
     grouped = [[*group] for _, group in groupby(range(len(names)), blocks.__getitem__)]
     runs = [range(group[0], group[-1] + 1) for group in grouped]
     long = len(names) > MOST_STEPS
@@ -82,7 +82,7 @@ def chain_axis(names: Sequence[str], blocks: Sequence[int]) -> ChainAxis:
                 del stages[place:]
                 break
         stages.append(label)
-    return ChainAxis(edges, columns, numbers, stages)
+    return StepAxis(edges, columns, numbers, stages)
 
 
 def segments(items: Sequence[Item], level: int = 0) -> Iterator[tuple[range, int]]:

@@ -1,24 +1,25 @@
-"""Whole chains drawn from a description, with plans: what nobody thought of writing down.
+"""Modules of torch's layers, drawn from a description: what nobody thought of writing down.
 
 A description is plain data, so that Hypothesis can shrink it and a failing example can be read:
 
     layer     one module and its options; a convolution or norm may be followed by an in-place ReLU
-    step      layers in order; or an earlier step's modules once more
-    chain     steps over a state, then a head that always trains
+    block     a module of layers in order; or an earlier block's layers once more
+    model     blocks over a state, then a head that always trains
 
-    state       a step takes            and returns
+    state       a block takes           and returns
     plain       y                       layers(y)
     residual    y, skip                 layers(y), skip; a closing one adds them up, twice
-    dense       features ...            features ..., layers(mixture of all features)
+    dense       mixture of all features layers(mixture), one more feature
 
-Ingredients that a second run can move are listed apart, as `STATEFUL`.
+Ingredients that a recomputation could move are listed apart, as `STATEFUL`. A drawn plan is fitted
+to the steps of the drawn model (`tests.fuzz.plans`).
 """
 
 import contextlib
 import copy
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -29,16 +30,15 @@ from hypothesis import assume, strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm as hooked_spectral_norm
 
-from tests.planner.test_plan import plans
-from tests.training import Record, assert_same, images, train
-from zoo.api.checkpoint import checkpoint as put_in_force
-from zoo.chain import Chain, Steps
+import zoo
+from tests.fuzz.plans import Shape, Stretched, shapes, stretched_plan
+from tests.training import Record, assert_same, everything, images, train
 from zoo.engine import recording
 from zoo.layers.drop_path import DropPath
 from zoo.planner.plan import Plan
 
 CHANNELS, SIZE, CLASSES = 4, 6, 3
-STEPS = 2
+STEPS = 3
 STATELESS = (
     "convolution", "linear", "batch_norm", "instance_norm", "layer_norm", "group_norm",
     "dropout", "channel_dropout", "drop_path", "rrelu", "activation",
@@ -61,8 +61,8 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class DrawnStep:
-    """Layers in order, run `times` times; or those of step `again` instead."""
+class DrawnBlock:
+    """Layers in order, run `times` times; or those of block `again` instead."""
 
     layers: tuple[Layer, ...]
     again: int | None = None
@@ -72,10 +72,12 @@ class DrawnStep:
 
 @dataclass(frozen=True)
 class Description:
-    """A chain, its inputs and its plan."""
+    """A model, its inputs and its plan, which is made ahead or by a first step block by block."""
 
-    steps: tuple[DrawnStep, ...]
+    blocks: tuple[DrawnBlock, ...]
     plan: Plan
+    cuts: tuple[float, ...]
+    is_ahead: bool
     state: str
     axes: int
     dtype: torch.dtype
@@ -117,44 +119,58 @@ def _choices(kind: str) -> list[tuple[str, list[Any]]]:
 
 @st.composite
 def descriptions(draw: st.DrawFn, stateful: tuple[str, ...] = STATEFUL) -> Description:
-    """Draws chains of one to eight steps and a head, with ingredients of `stateful` among them."""
-    plan = draw(plans(most=9).filter(lambda plan: len(plan.flatten()) > 1))
+    """Draws models of one to eight blocks and a head, with ingredients of `stateful` among them."""
     axes = draw(st.sampled_from([1, 2]))
     kinds = layers(STATELESS + stateful, axes)
-    steps: list[DrawnStep] = []
-    for number in range(len(plan.flatten()) - 1):
+    blocks: list[DrawnBlock] = []
+    for number in range(draw(st.integers(1, 8))):
         times, closes = draw(st.sampled_from([1, 1, 1, 2])), draw(st.booleans())
         if number and draw(st.sampled_from([False, False, False, True])):
-            steps.append(DrawnStep((), draw(st.integers(0, number - 1)), times, closes))
+            blocks.append(DrawnBlock((), draw(st.integers(0, number - 1)), times, closes))
         else:
             drawn = draw(st.lists(kinds, min_size=1, max_size=3))
-            steps.append(DrawnStep(tuple(drawn), None, times, closes))
+            blocks.append(DrawnBlock(tuple(drawn), None, times, closes))
     autocast = draw(st.sampled_from([False, False, True]))
     dtype = torch.float32 if autocast else draw(st.sampled_from([torch.float32, torch.float64]))
     return Description(
-        tuple(steps), plan, draw(st.sampled_from(["plain", "residual", "dense"])), axes, dtype,
-        autocast, draw(st.booleans()), draw(st.sampled_from([False, False, True])),
-        draw(st.booleans()),
+        tuple(blocks), *draw(shapes(most=12)), draw(st.sampled_from([False, False, False, True])),
+        draw(st.sampled_from(["plain", "residual", "dense"])), axes, dtype, autocast,
+        draw(st.booleans()), draw(st.sampled_from([False, False, True])), draw(st.booleans()),
     )  # fmt: skip
 
 
-class Drawn(Chain):
-    """The chain of a description: (N, C, L) or (N, C, H, W) -> (N, classes)."""
+class Block(nn.Module):
+    """Runs layers some times: y, and a skip if there is one, (N, C, ...) -> the same."""
+
+    def __init__(self, layers: nn.Module, times: int, closes: bool) -> None:
+        super().__init__()
+        self.layers, self.times, self.closes = layers, times, closes
+
+    def forward(self, y: Tensor, skip: Tensor | None = None) -> Any:
+        for _ in range(self.times):
+            y = self.layers(y)
+        if skip is None:
+            return y
+        return (y + skip, y + skip) if self.closes else (y, skip)
+
+
+class Drawn(nn.Module):
+    """The model of a description: (N, C, L) or (N, C, H, W) -> (N, classes)."""
 
     def __init__(self, description: Description) -> None:
         super().__init__()
-        self.description = description
-        self.parts = nn.ModuleList()
+        self.state = description.state
+        self.blocks = nn.ModuleList()
         self.mixers = nn.ModuleList()
-        for number, step in enumerate(description.steps):
-            if step.again is None:
-                self.parts.append(nn.Sequential(*(build(v, description.axes) for v in step.layers)))
+        for number, block in enumerate(description.blocks):
+            if block.again is None:
+                layers = nn.Sequential(*(build(v, description.axes) for v in block.layers))
             else:
-                self.parts.append(self.parts[step.again])
-            if description.state == "dense":
-                self.mixers.append(
-                    _convolution(description.axes)((number + 1) * CHANNELS, CHANNELS, 1)
-                )
+                layers = self.blocks[block.again].layers
+            self.blocks.append(Block(layers, block.times, block.closes))
+            if self.state == "dense":
+                inputs = (number + 1) * CHANNELS
+                self.mixers.append(_convolution(description.axes)(inputs, CHANNELS, 1))
         self.head = nn.Linear(CHANNELS, CLASSES)
         if description.tied:
             self.tie()
@@ -164,35 +180,20 @@ class Drawn(Chain):
         """Gives all plain convolutions the first one's weight."""
         plain = [
             module
-            for module in self.parts.modules()
+            for module in self.blocks.modules()
             if type(module) in (nn.Conv1d, nn.Conv2d) and "weight" in module._parameters
         ]
         for module in plain:
             module.weight = plain[0].weight
 
-    def steps(self) -> Steps:
-        kind = {"plain": self.plain, "residual": self.residual, "dense": self.dense}
-        run = kind[self.description.state]
-        drawn = [functools.partial(run, number) for number in range(len(self.description.steps))]
-        return [*drawn, self.finish]
-
-    def plain(self, number: int, y: Tensor) -> Tensor:
-        for _ in range(self.description.steps[number].times):
-            y = self.parts[number](y)
-        return y
-
-    def residual(self, number: int, y: Tensor, *skips: Tensor) -> tuple[Tensor, ...]:
-        skip = skips[0] if skips else y
-        y = self.plain(number, y)
-        if not self.description.steps[number].closes:
-            return y, skip
-        total = y + skip
-        return total, total
-
-    def dense(self, number: int, *features: Tensor) -> tuple[Tensor, ...]:
-        return *features, self.plain(number, self.mixers[number](torch.cat(features, 1)))
-
-    def finish(self, *state: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        state = (x, x) if self.state == "residual" else (x,)
+        for number, block in enumerate(self.blocks):
+            if self.state == "dense":
+                state = (*state, block(self.mixers[number](torch.cat(state, 1))))
+            else:
+                found = block(*state)
+                state = found if isinstance(found, tuple) else (found,)
         features = torch.stack([value.to(self.head.weight.dtype) for value in state]).sum(0)
         return torch.tanh(self.head(features.flatten(2).mean(2)))
 
@@ -333,52 +334,86 @@ class PythonRandom(nn.Module):
 
 
 def check(description: Description) -> int:
-    """Trains the chain and a copy by the plan; every bit must agree; returns the steps trained."""
+    """Trains the model and a copy by the plan; every bit must agree; returns the steps trained."""
     torch.manual_seed(1)
-    chain = Drawn(description)
-    checkpointed = put_in_force(copy.deepcopy(chain), description.plan)
-    expected = trained(chain, description)
-    finite = (torch.isfinite(value).all() for value in expected.values())
+    model = Drawn(description)
+    checkpointed = copy.deepcopy(model)
+    expected = trained(model, description)
+    finite = (v.isfinite().all() for v in expected.values() if isinstance(v, Tensor))
     # a comparison of what is not finite would show nothing: another case is drawn
     assume(all(finite))
+    plan = put_in_force(checkpointed, description)
     # draws as small as these take fewer bytes than a random state and would all be kept
     largest = recording.PACKED_SIZE if description.keeps_draws else 0
     with mock.patch.object(recording, "PACKED_SIZE", largest):
         assert_same(trained(checkpointed, description), expected)
-    assert attributes(checkpointed) == attributes(chain)
+    if not _has(description, "python_random"):
+        assert zoo.plan_of(checkpointed) == plan()
+    zoo.uncheckpoint(checkpointed)
+    assert_same(everything(checkpointed), everything(model))
+    assert hooks(checkpointed) == hooks(model)
     return STEPS
 
 
-def trained(chain: Drawn, description: Description) -> Record:
-    """Trains for some steps and records them, with Python's generator and who stayed in place."""
+def put_in_force(model: Drawn, description: Description) -> Callable[[], Plan]:
+    """Puts the plan of a description in force; returns what returns it, fitted to the steps.
+
+    A forward that reads data of a real step cannot be traced ahead: its plan is made after a first
+    step, block by block.
+    """
+    shape = Shape(description.plan, description.cuts)
+    if description.is_ahead and not _has(description, "log"):
+        with isolated(), _autocast(description):
+            steps = zoo.steps_of(model, _inputs(description)[0]).names
+        plan = stretched_plan(shape, len(steps))
+        zoo.checkpoint(model, plan)
+        return lambda: plan
+    option = Stretched(shape)
+    option.put_in_force(model)
+    return lambda: option.made[-1]
+
+
+def _has(description: Description, kind: str) -> bool:
+    return any(layer.kind == kind for block in description.blocks for layer in block.layers)
+
+
+@contextlib.contextmanager
+def isolated() -> Iterator[None]:
+    """Starts random streams as `trained` does, and restores them."""
+    before, own = torch.get_rng_state(), random.getstate()
+    torch.manual_seed(0)
     random.seed(0)
-    before = dict(chain.named_buffers())
-    autocast = torch.autocast("cpu", torch.bfloat16) if description.autocast else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
+        random.setstate(own)
+
+
+def _autocast(description: Description) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16, enabled=description.autocast)
+
+
+def trained(model: Drawn, description: Description) -> Record:
+    """Trains for some steps and records them, and which buffers are the same tensors still."""
+    random.seed(0)
+    before = dict(model.named_buffers())
 
     def forward(x: Tensor) -> Tensor:
-        with autocast or contextlib.nullcontext():
-            result: Tensor = chain(x)
+        with _autocast(description):
+            result: Tensor = model(x)
         return result
 
-    record = train(chain, functools.partial(_inputs, description), STEPS, forward=forward)
-    record["python random"] = torch.tensor(random.getstate()[1])
-    for name, buffer in chain.named_buffers():
+    record = train(model, functools.partial(_inputs, description), STEPS, forward=forward)
+    for name, buffer in model.named_buffers():
         record[f"the same tensor {name}"] = torch.tensor(buffer is before.get(name))
     return record
 
 
-def attributes(chain: nn.Module) -> dict[str, Any]:
-    """Collects what modules hold in Python: numbers, flags, lists of them, generators, hooks."""
-    found: dict[str, Any] = {}
-    for path, module in chain.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Generator):
-                found[f"{path}.{name}"] = value.get_state().tolist()
-            elif isinstance(value, bool | int | float | list):
-                found[f"{path}.{name}"] = value
-            elif name.endswith("_hooks"):
-                found[f"{path}.{name}"] = len(value)
-    return found
+def hooks(model: nn.Module) -> list[int]:
+    """Counts the hooks of each kind of each module."""
+    parts = [vars(module) for module in model.modules()]
+    return [len(value) for part in parts for name, value in part.items() if name.endswith("_hooks")]
 
 
 def _inputs(description: Description) -> list[Tensor]:

@@ -15,10 +15,10 @@ was written that it saved, a plan may train: what it did not keep nobody has wri
 refuses a gradient, as docs/limitations.md says, where a later block wrote what it read.
 
 A model trains in one of three ways: blocks in nested segments, segments cut anywhere between two
-kernels, or `zoo.checkpoint` of the whole, also planned ahead. Something may be around its forward,
-such as autocast, and something may happen to it between two steps. Its first pass may be one
-without gradients over the same weights, its optimizer may step in the backward, and a step may be
-interrupted or its graph dropped (`disturbances`).
+kernels, or `zoo.checkpoint` of the whole, by a drawn plan or by one that it makes, also ahead.
+Something may be around its forward, such as autocast, and something may happen to it between two
+steps. Its first pass may be one without gradients over the same weights, its optimizer may step in
+the backward, and a step may be interrupted or its graph dropped (`disturbances`).
 
 Not drawn, as docs/limitations.md excludes it:
 
@@ -41,7 +41,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 import zoo
-from tests.engine.pitfalls.program import Counting, compare, frozen, state_of
 from tests.fuzz.disturbances import FATES, Living, dropped, interrupted, restoring
 from tests.fuzz.lines import (
     COMPILED,
@@ -56,14 +55,17 @@ from tests.fuzz.lines import (
     WIDTH,
     WRITES,
 )
-from tests.planner.test_plan import plans
+from tests.fuzz.plans import Shape, Stretched, shapes
+from tests.training import Counting, assert_same, frozen, state_of
 from zoo.engine.kernel_segments import Conductor, Script, conducts
 from zoo.engine.recompute import recompute
 from zoo.engine.recording import thread
 from zoo.planner.plan import Item, Plan
 
 STEPS = 3
-OPTIONS = (True, "sqrt", "blocks", "cheap", 0.2, 1.0)  # a fraction is an overhead
+# a fraction is an overhead, and DRAWN the plan of the description for the steps that are found
+DRAWN = "drawn"
+OPTIONS = (True, DRAWN, DRAWN, "sqrt", "blocks", "cheap", 0.2, 1.0)
 WAYS = ("blocks", "cuts", "checkpoint")
 BACKWARDS = ("once", "once", "retained", "partial", "two", "double", "summed")
 # in the refusal of a tensor whose memory `Tensor.data` exchanged after a segment read it
@@ -100,7 +102,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Foreign:
+class Program:
     """A model, and how it trains: its segments, and what its backward is."""
 
     blocks: tuple[tuple[Operation, ...], ...]
@@ -163,19 +165,19 @@ def operations(compiled: bool, unseen: bool = False) -> st.SearchStrategy[Operat
 
 
 @st.composite
-def foreign(draw: st.DrawFn, compiled: bool = False, ways: Sequence[str] = WAYS) -> Foreign:
+def programs(draw: st.DrawFn, compiled: bool = False, ways: Sequence[str] = WAYS) -> Program:
     """Draws models of one to six blocks."""
-    plan = draw(plans(most=6))
-    count = len(plan.flatten())
+    plan, cuts = draw(shapes(most=6))
+    count = len(cuts) + 1
     unseen = draw(st.sampled_from([False, False, True]))
     block = st.lists(operations(compiled, unseen), min_size=1, max_size=5).map(tuple)
-    description = Foreign(
+    description = Program(
         tuple(draw(st.lists(block, min_size=count, max_size=count))),
         draw(st.booleans()),
         draw(st.booleans()),
         draw(st.sampled_from(ways)),
         plan,
-        tuple(draw(st.lists(st.floats(0.01, 0.99), min_size=count - 1, max_size=count - 1))),
+        cuts,
         draw(st.sampled_from(OPTIONS)),
         draw(st.sampled_from(BACKWARDS)),
         draw(st.sampled_from(["nothing"] * 3 + [*SURROUNDINGS])),
@@ -277,7 +279,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Blocks one after the other, in the segments of a plan where it is run by one."""
 
-    def __init__(self, description: Foreign) -> None:
+    def __init__(self, description: Program) -> None:
         super().__init__()
         self.shared = Shared()
         self.weight = self.shared.weight
@@ -317,7 +319,7 @@ class Model(nn.Module):
         return tensors
 
 
-def check_foreign(description: Foreign) -> Outcome:
+def check_program(description: Program) -> Outcome:
     """Trains a model plainly and by its plan; every bit must agree."""
     expected, plainly_living = trained(description, plainly=True)
     found, living = trained(description, plainly=False)
@@ -335,14 +337,14 @@ def check_foreign(description: Foreign) -> Outcome:
     if _is_limit(description, last):
         kind, found = "refused as documented", found[:-1]
         expected = expected[: len(found)]
-    compare(found, expected)
+    assert_same(found, expected)
     # torch has leaks of its own: of `register_multi_grad_hook`, and of a result that
     # `save_on_cpu` packs on the CPU; what their nodes hold is more in a segment
     assert any(plainly_living) or not any(living)
     return Outcome(kind, max(len(expected) - 1, 0))
 
 
-def _is_limit(description: Foreign, error: str) -> bool:
+def _is_limit(description: Program, error: str) -> bool:
     """Returns whether an error is one that docs/limitations.md states for what is written."""
     is_refused = error.startswith("RecomputeError: a tensor") and description.way == "blocks"
     if is_refused or GIVEN in error:
@@ -354,7 +356,7 @@ def _has(lines: tuple[Operation, ...], *begins: str) -> bool:
     return any(line.kind.startswith(begins) or _has(line.parts, *begins) for line in lines)
 
 
-def trained(description: Foreign, plainly: bool) -> tuple[list[Any], Living]:
+def trained(description: Program, plainly: bool) -> tuple[list[Any], Living]:
     """Trains for some steps; returns what each leaves, at last the error that ended it, and leaks.
 
     Before the last step one may be interrupted.
@@ -406,7 +408,7 @@ def trained(description: Foreign, plainly: bool) -> tuple[list[Any], Living]:
     return record, dropped(description.fate, call, model.weight)
 
 
-def _is_interrupted(description: Foreign) -> bool:
+def _is_interrupted(description: Program) -> bool:
     """Returns whether a step is interrupted: not one whose state cannot be restored."""
     if description.interrupt is None or description.steps_in_backward:
         return False
@@ -427,19 +429,21 @@ def _left_by(model: Model, batch: Tensor) -> list[Any]:
 def _state_of(model: Model) -> dict[str, Any]:
     """Copies the state of a model but for what a plan puts on it."""
     state = state_of(model)
-    for attributes in state["attributes"].values():
-        attributes.pop("forward", None)
-        attributes.pop("plan", None)
+    for key in [*state["attributes"]]:
+        if key.endswith((".forward", ".plan")):
+            del state["attributes"][key]
     return state
 
 
-def _forward_by(description: Foreign, model: Model) -> Callable[[nn.Module, Tensor], Tensor]:
+def _forward_by(description: Program, model: Model) -> Callable[[nn.Module, Tensor], Tensor]:
     """Returns what calls a model by the plan of a description."""
     if description.way == "blocks":
         model.plan = description.plan
         model.shared.call = recompute
     if description.way == "checkpoint" and isinstance(description.option, float):
         zoo.checkpoint(model, max_overhead=description.option)
+    elif description.way == "checkpoint" and description.option == DRAWN:
+        Stretched(Shape(description.plan, description.cuts)).put_in_force(model)
     elif description.way == "checkpoint":
         zoo.checkpoint(model, description.option)
     return Cut(description) if description.way == "cuts" else _plainly
@@ -448,7 +452,7 @@ def _forward_by(description: Foreign, model: Model) -> Callable[[nn.Module, Tens
 class Cut:
     """Calls a model with its kernels cut into the segments of a plan, after a first step."""
 
-    def __init__(self, description: Foreign) -> None:
+    def __init__(self, description: Program) -> None:
         self.description = description
         self.script: Script | None = None
 

@@ -1,0 +1,70 @@
+"""Plans of any nesting, drawn before anything is known of the model that they are for.
+
+drawn    ((0, 1), 2), cuts 0.2 0.7      over 10 steps
+fitted   ((0-1, 2-6), 7-9)
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.planner.test_plan import plans
+from zoo.planner.plan import Item, Plan, RoomyPlan
+from zoo.policy.options import Option
+from zoo.tracing.planned_forward import PatchedForward
+
+
+class Shape(NamedTuple):
+    """A plan for ranges of steps, and where they end but for the last, as shares of all steps."""
+
+    plan: Plan
+    cuts: tuple[float, ...]
+
+
+@st.composite
+def shapes(draw: st.DrawFn, most: int) -> Shape:
+    """Draws shapes of up to `most` ranges."""
+    plan = draw(plans(most=most))
+    count = len(plan.flatten()) - 1
+    return Shape(plan, tuple(draw(st.lists(st.floats(0.01, 0.99), min_size=count, max_size=count))))
+
+
+def stretched_plan(shape: Shape, steps: int) -> Plan:
+    """Returns the plan for a number of steps; ranges and segments without any are left out."""
+    bounds = [0, *sorted(int(cut * steps) for cut in shape.cuts), steps]
+    ranges = [range(*ends) for ends in itertools.pairwise(bounds)]
+
+    def fitted(items: Sequence[Item]) -> list[Any]:
+        found: list[Any] = []
+        for item in items:
+            if isinstance(item, int):
+                found += ranges[item]
+            elif inner := fitted(item):
+                found.append(tuple(inner))
+        return found
+
+    return Plan(fitted(shape.plan))
+
+
+@dataclass(frozen=True)
+class Stretched(Option):
+    """An option that fits a drawn plan to the steps that the first training step shows.
+
+    `zoo.checkpoint` takes no such option: it asks for a plan of the user's ahead.
+    """
+
+    checkpoint: Any
+    made: list[Plan] = field(default_factory=list, compare=False)
+
+    def plans_for(self, model: nn.Module, outline: Any, *args: Any) -> list[RoomyPlan]:
+        """Returns the plan for the steps of a model."""
+        self.made.append(stretched_plan(self.checkpoint, len(outline)))
+        return [RoomyPlan(self.made[-1])]
+
+    def put_in_force(self, model: nn.Module) -> None:
+        """Patches the model, whose first training step is traced."""
+        PatchedForward(model, self, None).install()
