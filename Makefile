@@ -19,7 +19,7 @@ compare: .venv/.compare
 # two processes with a thread each, a file's tests by the same: kernels of two threads in both would
 # wait for one another
 test: .venv/.installed
-	OMP_NUM_THREADS=1 $(python) -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # what goes by the device, on the software accelerator: a process has one, so that these run in one
 # of their own; DEVICE=cuda, xpu, ... for one that is here

@@ -30,6 +30,16 @@ OF_THE_CPU = {
 OF_OTHER_DEVICES = {"lstm": "torch's kernel of an LSTM's cell is for CUDA and XPU"}
 
 
+# the files that take the longest, longest first
+LONG = (
+    "test_max_size.py", "test_budget.py", "test_docs.py", "test_traced_steps.py",
+    "test_recorded_steps.py", "test_ranks.py", "test_options.py", "test_memory_optimized.py",
+    "test_examples.py", "test_exact.py", "test_worker.py", "test_optimal.py", "test_programs.py",
+    "test_interrupts.py", "test_commands.py", "test_lstm.py", "test_verify.py",
+    "test_in_backward.py",
+)  # fmt: skip
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where tensors are: cpu, soft, cuda, ...")
     if importlib.util.find_spec("pytest_timeout") is None:
@@ -65,6 +75,9 @@ def _freeze() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONG)}
+    # so that no process waits at the end for another one's long file
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
     device = config.getoption("--device")
     if device == "cpu":
         return
