@@ -160,7 +160,7 @@ GUARDS = {
         Recording.still_there: always value
         Recording.target: drop is_known
         Request.is_given: always operations
-        Request.waiting: put found
+        Request.waiting: put compress
         saved_tensors._fill: never found
         saved_tensors.prune: drop clear""",
     "test_interrupts": """
@@ -257,7 +257,7 @@ REPLACEMENTS = {
     "put scheduled_for": "self.scheduled_for = 0",
     "put number next": "number = ~next(_marks) % (1 << 64)",
     "put with_present_keys": "return func._op(*args, **kwargs)",
-    "put found": "return found",
+    "put compress": "return found",
     "put reversed waiting": "_fill(handle.segment, request)",
     "put close": "segment.recording.close(segment.recording.nodes)",
     "put pack": "self.packed = [pack(p) if isinstance(p, Tensor) else p for p in parts]",
