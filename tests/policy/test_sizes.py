@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 import zoo
 from tests.tracing.models import Net
-from tests.training import Residuals, assert_same, images, needs_numpy, train
+from tests.training import Residuals, assert_same, everything, images, needs_numpy, train
 from zoo._torch import FakeTensorMode
 from zoo.api.checkpoint import checkpoint as put_in_force
-from zoo.errors import BudgetError
+from zoo.errors import BudgetError, PlanError
 from zoo.invocation import InputSpec, Invocation
 from zoo.profiling import isolation, log_profile
 from zoo.profiling.peak_memory import measure_step
@@ -431,6 +431,35 @@ def test_a_report_whose_sizes_no_argument_tells_says_so_when_they_come(
     assert "makes larger tensors than its plan has room for" in first
     assert "takes at least" in then
     assert zoo.plan_of(model) == report.plan
+
+
+class Counts(Net):
+    """Divides its loss by a number that a trainer may pass."""
+
+    def forward(self, x: Tensor, items: Tensor | None = None) -> Tensor:
+        loss = super().forward(x).square().mean()
+        return loss if items is None else loss * len(x) / items.clamp(min=1)
+
+
+@needs_numpy
+def test_a_report_and_a_first_step_by_another_path_go_block_by_block(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain, x, items = Counts(), images(4), torch.tensor(2.0)
+    model = copy.deepcopy(plain)
+    report = zoo.plan(model, x, memory_budget=0.9)
+    zoo.checkpoint(model, report)
+    for trained in (plain, model):
+        torch.manual_seed(0)
+        for _ in range(2):
+            trained(x, items=items).backward()
+    (said,) = caplog.messages
+    assert "runs block by block: its forward cannot be planned for (the plan covers" in said
+    assert_same(everything(model), everything(plain))
+    model(x).backward()
+    assert zoo.plan_of(model) == report.plan
+    with pytest.raises(PlanError, match="covers"):
+        zoo.checkpoint(model, report.plan)(x, items=items)
 
 
 @pytest.mark.parametrize(

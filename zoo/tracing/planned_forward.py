@@ -545,7 +545,7 @@ class PatchedForward(Patch):
         if isinstance(refused, TraceError) and not self.option.binds_first_step:
             # a real step may be traced
             return
-        if self.has_run:
+        if self.has_run or self._is_of_another_path(refused):
             self._go_by_blocks(traces, refused)
             return
         if isinstance(refused, TraceError) and refused.raised:
@@ -557,6 +557,10 @@ class PatchedForward(Patch):
                 "first step itself"
             )
         raise refused
+
+    def _is_of_another_path(self, error: Exception) -> bool:
+        """Returns whether a report is for other steps, as of other arguments than a trainer's."""
+        return self.option.report is not None and type(error) is PlanError
 
     def _go_by_blocks(self, traces: Traces, error: Exception) -> None:
         """Warns that inputs of this kind run block by block from now on."""
@@ -600,7 +604,7 @@ class PatchedForward(Patch):
                 )
         except (ArgumentError, BudgetError, PlanError) as error:
             is_refused = self.option.binds_first_step or isinstance(error, SegmentsError)
-            if not self.has_run and is_refused:
+            if not self.has_run and is_refused and not self._is_of_another_path(error):
                 raise
             self._go_by_blocks(traces, error)
         return outputs
