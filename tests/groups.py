@@ -256,14 +256,14 @@ def one_looks_ahead() -> None:
     """A process that looks ahead alone must not wait for the others."""
     if distributed.get_rank() == 0:
         with pytest.raises(ArgumentError, match="which waits for other processes"):
-            zoo.steps_of(Perceptrons(lambda: SharedNorm(4)), images())
+            zoo.chain_of(Perceptrons(lambda: SharedNorm(4)), images())
 
 
 def steps_of_shards() -> None:
     model = shard(Tabled())
     shards = list(model.parameters())
     with pytest.raises(ArgumentError, match=r"spread over.*before the model is distributed"):
-        zoo.steps_of(model, images())
+        zoo.chain_of(model, images())
     assert all(one is other for one, other in zip(model.parameters(), shards, strict=True))
 
 

@@ -42,7 +42,7 @@ WRONG = {
     "uncheckpoint": (lambda: zoo.uncheckpoint(None), "uncheckpoint needs a torch.nn.Module; got"),  # type: ignore[type-var]
     "number as a step": (lambda: zoo.checkpoint(network(), steps=[1]), NO_NAME),  # type: ignore[list-item]
     "number as steps": (lambda: zoo.checkpoint(network(), steps=1), NO_NAME),  # type: ignore[arg-type]
-    "number as a block": (lambda: zoo.steps_of(network(), images, steps=[1]), NO_NAME),  # type: ignore[list-item]
+    "number as a block": (lambda: zoo.chain_of(network(), images, steps=[1]), NO_NAME),  # type: ignore[list-item]
     "text to track": (lambda: zoo.track(network(), optimizer="a"), "steps in the block; got 'a'"),  # type: ignore[arg-type]
     "class to track": (
         lambda: zoo.track(network(), optimizer=torch.optim.AdamW),  # type: ignore[arg-type]

@@ -12,9 +12,9 @@ from zoo.cli import interrupts as _interrupts
 
 # isort: split
 from zoo.api.checkpoint import (
+    chain_of as chain_of,
     checkpoint as checkpoint,
     plan_of as plan_of,
-    steps_of as steps_of,
     uncheckpoint as uncheckpoint,
 )
 from zoo.api.plan import (

@@ -157,10 +157,10 @@ say(
 # How did it know where to cut? It watched the kernels of the first training forward and wrote them
 # down as a row of *steps*. From the next forward on it lets go of what the plan does not keep. Your
 # code runs as you wrote it, once; in the backward the kernels are replayed, not your code.
-# `zoo.steps_of` shows the steps.
+# `zoo.chain_of` shows the steps.
 
 # %% name="chain"
-found = zoo.steps_of(yours(), {"images": images, "labels": labels})
+found = zoo.chain_of(yours(), {"images": images, "labels": labels})
 print(*str(found).splitlines()[:14], "...", sep="\n")
 
 # %% [markdown] name="trust"
@@ -327,7 +327,7 @@ class Decides(Yours):
 
 
 for brightness in (1.0, 0.01):
-    steps = str(zoo.steps_of(Decides().to(device), images * brightness)).splitlines()[0]
+    steps = str(zoo.chain_of(Decides().to(device), images * brightness)).splitlines()[0]
     print(f"brightness {brightness}: {steps}")
 
 # %% [markdown] name="many"

@@ -321,7 +321,7 @@ def test_a_model_without_blocks_is_planned_for(option: Any, steps: Any) -> None:
     plain = Lone()
     model = zoo.checkpoint(copy.deepcopy(plain), option, steps=steps)
     assert_same(train(model, lambda: [torch.rand(2, 4)]), train(plain, lambda: [torch.rand(2, 4)]))
-    assert len(zoo.steps_of(model, torch.rand(2, 4), steps=steps).names) == 3
+    assert len(zoo.chain_of(model, torch.rand(2, 4), steps=steps).names) == 3
 
 
 def test_a_wrong_call_raises_what_it_raises_without() -> None:
@@ -372,8 +372,8 @@ def test_a_forward_that_raises_leaves_training_as_it_is_without(when: int) -> No
 def test_what_is_no_module_is_refused(value: Any) -> None:
     with pytest.raises(zoo.ArgumentError, match=r"needs a torch\.nn\.Module"):
         zoo.checkpoint(value)
-    with pytest.raises(zoo.ArgumentError, match=r"steps_of needs a torch\.nn\.Module"):
-        zoo.steps_of(value, images())
+    with pytest.raises(zoo.ArgumentError, match=r"chain_of needs a torch\.nn\.Module"):
+        zoo.chain_of(value, images())
 
 
 def test_hooks_for_all_modules_act() -> None:
@@ -396,7 +396,7 @@ def test_hooks_for_all_modules_act() -> None:
 
 def test_names_of_steps_must_be_there() -> None:
     with pytest.raises(zoo.ArgumentError, match=r"steps='block\.\*'"):
-        zoo.steps_of(Net(), images(), steps=["block.*"])
-    found = zoo.steps_of(Net(), images(), steps=["blocks.*"])
+        zoo.chain_of(Net(), images(), steps=["block.*"])
+    found = zoo.chain_of(Net(), images(), steps=["blocks.*"])
     assert len(set(found.blocks)) == 6
-    assert zoo.steps_of(Net(), images(), steps="blocks.*") == found
+    assert zoo.chain_of(Net(), images(), steps="blocks.*") == found

@@ -75,7 +75,7 @@ class Spoiled(Residuals):
 
 def one_segment(model: nn.Module) -> zoo.Plan:
     """Returns a plan that recomputes all of a model but its last step."""
-    last = len(zoo.steps_of(model, images()).names) - 1
+    last = len(zoo.chain_of(model, images()).names) - 1
     return zoo.Plan([tuple(range(last)), last])
 
 
@@ -210,7 +210,7 @@ def test_a_replay_that_differs_is_found_and_named() -> None:
 
 def test_a_kept_step_has_no_replay_to_differ() -> None:
     model = Scaled(rate=0.0)
-    names = zoo.steps_of(model, images()).names
+    names = zoo.chain_of(model, images()).names
     (spoiled,) = (step for step, name in enumerate(names) if name.startswith("spoils"))
     kept, last = {spoiled - 1, spoiled, spoiled + 1}, len(names) - 1
     plan = [*(step if step in kept else (step,) for step in range(last)), last]

@@ -82,7 +82,7 @@ def test_info_shows_what_each_step_hands_on(command, numbers):
 def test_info_of_any_module_lists_the_steps_that_are_found(command, numbers):
     arguments = "tests.tracing.models:Net", "--args", "8", "3", "--input", "4,4,8,8"
     found, model = numbers("info", *arguments), Net(8, 3)
-    expected = zoo.steps_of(model, images(4, 4, 8, 8))
+    expected = zoo.chain_of(model, images(4, 4, 8, 8))
     steps = [(part["name"], part["block"]) for part in found["parts"]]
     assert steps == list(zip(expected.names, expected.blocks, strict=True))
     parameters = sum(part["parameters"] for part in found["parts"])

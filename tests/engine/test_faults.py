@@ -188,7 +188,7 @@ def watch(family: str) -> tuple[Watched, Watched]:
         pair.append(Watched(build(), inputs))
     baseline, checkpointed = pair
     expected = baseline.step(None, None)
-    steps = zoo.steps_of(checkpointed.model, tuple(inputs()))
+    steps = zoo.chain_of(checkpointed.model, tuple(inputs()))
     put_in_force(checkpointed.model, nested(len(steps.names)))
     assert_same(checkpointed.step(None, None), expected)
     return baseline, checkpointed

@@ -364,7 +364,7 @@ def put_in_force(model: Drawn, description: Description) -> Callable[[], Plan]:
     shape = Shape(description.plan, description.cuts)
     if description.is_ahead and not _has(description, "log"):
         with isolated(), _autocast(description):
-            steps = zoo.steps_of(model, _inputs(description)[0]).names
+            steps = zoo.chain_of(model, _inputs(description)[0]).names
         plan = stretched_plan(shape, len(steps))
         zoo.checkpoint(model, plan)
         return lambda: plan

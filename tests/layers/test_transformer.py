@@ -81,7 +81,7 @@ class Scaled(nn.Module):
 
 def test_is_a_block_in_a_model_of_the_user():
     model, inputs = Scaled(), (torch.randn(2, 5, 16), torch.randn(2, 5, 1))
-    found = zoo.steps_of(model, inputs)
+    found = zoo.chain_of(model, inputs)
     firsts = [found.names[found.blocks.index(block)] for block in dict.fromkeys(found.blocks)]
     assert firsts[:2] == ["blocks.0.norm1", "blocks.1.norm1"]
     expected = model(*inputs)

@@ -39,7 +39,7 @@ def run(model, *shape, training=True):
 
 def blocks_of(model, *inputs):
     """The names of the steps of each block, in order."""
-    found, blocks = zoo.steps_of(model, inputs), {}
+    found, blocks = zoo.chain_of(model, inputs), {}
     for block, name in zip(found.blocks, found.names, strict=True):
         blocks.setdefault(block, []).append(name)
     return list(blocks.values())

@@ -98,7 +98,7 @@ def test_loads_the_keys_of_torchvision_s_published_files():
 
 
 def test_the_parts_of_layers_and_transitions_are_steps():
-    names = zoo.steps_of(DenseNet(4, (2, 2), classes=7), torch.randn(2, 3, 64, 64)).names
+    names = zoo.chain_of(DenseNet(4, (2, 2), classes=7), torch.randn(2, 3, 64, 64)).names
 
     def steps_of(part):
         return [name.replace(part, "") for name in names if part in name]
@@ -128,7 +128,7 @@ def test_activations_are_in_place():
 
 def test_groups_the_steps_by_layers():
     with torch.device("meta"):
-        found = zoo.steps_of(zoo.densenet121(), torch.empty(2, 3, 64, 64))
+        found = zoo.chain_of(zoo.densenet121(), torch.empty(2, 3, 64, 64))
     assert len(found.names) == 3 + 58 * 5 + 3 * 4 + 3
     assert found.blocks[-1] + 1 == 1 + 58 + 3 + 1
 

@@ -138,7 +138,7 @@ def test_runs_on_meta_tensors():
     ],
 )  # fmt: skip
 def test_the_parts_of_a_block_are_steps(block, inputs, names):
-    assert zoo.steps_of(block, torch.randn(2, inputs, 8, 8)).names == tuple(names.split(" | "))
+    assert zoo.chain_of(block, torch.randn(2, inputs, 8, 8)).names == tuple(names.split(" | "))
 
 
 @pytest.mark.parametrize("depth", [2, 3])
@@ -175,7 +175,7 @@ def test_activations_and_sums_are_in_place(model, convolutions, norms):
 )
 def test_groups_the_steps_by_blocks(build, steps, blocks):
     with torch.device("meta"):
-        found = zoo.steps_of(build(), torch.empty(2, 3, 64, 64))
+        found = zoo.chain_of(build(), torch.empty(2, 3, 64, 64))
     assert len(found.names) == steps
     assert found.blocks[-1] + 1 == blocks
 

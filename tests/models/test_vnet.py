@@ -156,7 +156,7 @@ def test_instance_norm_keeps_samples_apart():
 
 
 def test_every_operation_is_a_step_and_every_level_a_block():
-    found = zoo.steps_of(small(), volumes(2, 1, 16, 16, 16))
+    found = zoo.chain_of(small(), volumes(2, 1, 16, 16, 16))
     assert max(found.blocks) == 9
     assert [name for name in found.names if name.startswith("up.3")] == [
         "up.3.resample.conv",

@@ -143,13 +143,13 @@ class Rows(nn.Module):
 def test_sequentials_in_a_row_are_blocks_where_there_are_no_others() -> None:
     model = check(Rows(), pictures, True)
     assert zoo.plan_of(model).depth() == 1
-    names = zoo.steps_of(Rows(), images()).names
+    names = zoo.chain_of(Rows(), images()).names
     assert [f"rows.{row}.0" in names for row in range(4)] == [True, True, True, False]
 
 
 def test_a_number_that_is_read_out_of_a_tensor_does_not_coarsen_the_plan() -> None:
-    names = zoo.steps_of(Reader(), images()).names
-    assert len(names) == len(zoo.steps_of(Net(), images()).names) + 4
+    names = zoo.chain_of(Reader(), images()).names
+    assert len(names) == len(zoo.chain_of(Net(), images()).names) + 4
     assert set(names) >= {"blocks.0.conv", "blocks.3.drop"}
 
 
@@ -197,13 +197,13 @@ def test_layer_drop_may_be_switched_on_later() -> None:
 
 
 def test_a_plan_of_steps_that_were_found_is_exact() -> None:
-    steps = len(zoo.steps_of(Net(), images()).names)
+    steps = len(zoo.chain_of(Net(), images()).names)
     plan = zoo.Plan([0, tuple(range(1, 9)), tuple(range(9, steps))])
     assert zoo.plan_of(check(Net(), pictures, plan)) == plan
 
 
 def test_a_nested_plan_is_exact() -> None:
-    steps = len(zoo.steps_of(Net(), images()).names)
+    steps = len(zoo.chain_of(Net(), images()).names)
     plan = zoo.Plan([0, (1, (2, 3, (4, 5), 6), 7, 8), (9, (10, 11)), *range(12, steps)])
     assert zoo.plan_of(check(Net(), pictures, plan)).depth() == 3
 

@@ -126,12 +126,12 @@ def test_the_mode_of_each_module_is_part_of_what_a_plan_is_for() -> None:
     assert plans[0] == plans[-1]
 
 
-@pytest.mark.parametrize("what", ["plan", "steps_of", "verify"])
+@pytest.mark.parametrize("what", ["plan", "chain_of", "verify"])
 def test_what_is_looked_at_in_eval_mode_says_so(what: str, caplog: Any) -> None:
     model, x = Layers(8, 2).eval(), torch.rand(4, 8)
     look = {
         "plan": lambda: zoo.plan(model, x, memory_budget="1GiB"),
-        "steps_of": lambda: zoo.steps_of(model, x),
+        "chain_of": lambda: zoo.chain_of(model, x),
         "verify": lambda: zoo.verify(model, x),
     }
     found = look[what]()

@@ -311,7 +311,7 @@ def test_options_replace_each_other() -> None:
 
 
 def test_what_was_found_is_named_as_in_the_model() -> None:
-    found = zoo.steps_of(Net(blocks=2), images())
+    found = zoo.chain_of(Net(blocks=2), images())
     assert found.names[:3] == ("stem", "blocks.0.conv", "blocks.0.norm blocks.0.relu")
     assert "blocks.0.mul" in found.names[4]
     assert found.blocks == (0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3)
@@ -321,7 +321,7 @@ def test_what_was_found_is_named_as_in_the_model() -> None:
 def test_the_steps_are_those_of_the_plan() -> None:
     model = zoo.gpt2_small(width=8, depth=2, heads=2, vocabulary=9, positions=4, checkpoint=1)
     tokens = torch.zeros(1, 4, dtype=torch.int64)
-    found = zoo.steps_of(model, (tokens.to("meta"), tokens.to("meta")))
+    found = zoo.chain_of(model, (tokens.to("meta"), tokens.to("meta")))
     model(tokens, tokens).backward()
     assert zoo.plan_of(model) is not None
     assert len(found.names) == len(zoo.plan_of(model).flatten())

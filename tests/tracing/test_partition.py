@@ -100,7 +100,7 @@ def test_each_call_of_a_module_is_a_block(is_in_force: bool) -> None:
     model, x = Repeated(), torch.rand(4, 8)
     if is_in_force:
         zoo.checkpoint(model, "blocks", steps=["layer"])
-    found = zoo.steps_of(model, x, steps=["layer"])
+    found = zoo.chain_of(model, x, steps=["layer"])
     # the sine belongs to the second call
     assert found.blocks == (0, 1, 1, 2, 2, 2, 3, 3, 4)
     zoo.checkpoint(model, 4, steps=["layer"])
@@ -147,8 +147,8 @@ def test_a_model_of_zoo_has_the_same_blocks_inside_of_any_other() -> None:
     inside = [f"models.{number}.{path}" for number in range(2) for path in alone]
     assert paths_of(model, None) == (*inside, "layers.0.1", "layers.1.1")
     assert paths_of(nn.Sequential(model), None) == tuple(f"0.{p}" for p in paths_of(model, None))
-    count = len(set(zoo.steps_of(model.models[0], words()).blocks))
-    of_both = zoo.steps_of(model, words()).blocks
+    count = len(set(zoo.chain_of(model.models[0], words()).blocks))
+    of_both = zoo.chain_of(model, words()).blocks
     # what comes before the first block of the second belongs to the last one of the first
     assert len(set(of_both)) == 1 + 2 * (count - 2) + 2 + 1
     assert paths_of(model, ["layers.*"]) == ("layers.0", "layers.1")
@@ -164,7 +164,7 @@ def test_a_model_of_zoo_needs_none_of_the_modules_that_it_names() -> None:
 def test_steps_are_the_same_whatever_the_blocks_are() -> None:
     model = zoo.gpt2_small(depth=2, width=8, heads=2, vocabulary=30, chunk_tokens=4)
     tokens = torch.arange(16).view(2, 8)
-    found = [zoo.steps_of(model, (tokens, tokens), steps=steps) for steps in (None, ["norm"])]
+    found = [zoo.chain_of(model, (tokens, tokens), steps=steps) for steps in (None, ["norm"])]
     assert found[0].names == found[1].names
     assert len(set(found[0].blocks)) == 1 + 2 + 4 + 1
 

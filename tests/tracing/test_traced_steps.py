@@ -303,7 +303,7 @@ def test_a_model_that_reads_numbers_is_planned_for_and_keeps_to_its_budget(
 ) -> None:
     model, x = build(), images(8, 4, 32)
     found = zoo.plan(model, x, memory_budget=0.6, optimizer=torch.optim.SGD)
-    assert len(found.names) > len(zoo.steps_of(Net(), x).names) or build is Guesses
+    assert len(found.names) > len(zoo.chain_of(Net(), x).names) or build is Guesses
     measured = real_peak(model, x, torch.optim.SGD, plan=found.plan)
     assert measured <= found.predicted_peak <= found.budget
 
@@ -328,7 +328,7 @@ def test_the_plan_of_any_model_can_be_seen() -> None:
     model(images(8, 4, 32)).sum().backward()
     found = zoo.plan_of(model)
     assert isinstance(found, zoo.Plan)
-    assert len(found.flatten()) == len(zoo.steps_of(model, images(8, 4, 32)).names)
+    assert len(found.flatten()) == len(zoo.chain_of(model, images(8, 4, 32)).names)
     assert set(dir(model)) == names
     assert zoo.plan_of(zoo.uncheckpoint(model)) is None
     ours = zoo.checkpoint(Residuals(), "sqrt")

@@ -1,4 +1,4 @@
-"""`zoo.checkpoint`, `zoo.uncheckpoint`, `zoo.steps_of` and `zoo.plan_of`, for any module."""
+"""`zoo.checkpoint`, `zoo.uncheckpoint`, `zoo.chain_of` and `zoo.plan_of`, for any module."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ def checkpoint(
     The model's own forward runs, once and as it is written; a plan decides which of the tensors
     that it saves stay in memory. It does so wherever gradients are recorded, in `eval()`, too; an
     option that saves nothing says so by a warning. The steps of a plan are ranges of the forward's
-    kernels (`zoo.steps_of` shows them). The first training forward runs block by block and is
+    kernels (`zoo.chain_of` shows them). The first training forward runs block by block and is
     traced, and the plan is in force from the next one on. A budget, a plan of your own, a number of
     segments and the plans of zoo's own models are in force from the first one on: for them the
     forward is traced ahead, on fake tensors in a forked process. Where `inputs` are given (a
@@ -138,7 +138,7 @@ def plan_of(model: nn.Module) -> Plan | None:
     """Returns the plan that a model, yours or one of zoo's, ran by in its last training forward.
 
     The plan of a forward that was just traced is in force from the next one on. None before the
-    first and without checkpointing. `zoo.steps_of` names the steps that a plan numbers.
+    first and without checkpointing. `zoo.chain_of` names the steps that a plan numbers.
 
     Raises:
         ArgumentError: it is no module.
@@ -167,8 +167,8 @@ class ModelSteps:
         return "\n".join([f"{steps} in {blocks}", *lines])
 
 
-@shown("zoo.steps_of")
-def steps_of(model: nn.Module, inputs: Any, *, steps: Sequence[str] | None = None) -> ModelSteps:
+@shown("zoo.chain_of")
+def chain_of(model: nn.Module, inputs: Any, *, steps: Sequence[str] | None = None) -> ModelSteps:
     """Returns the steps that `zoo.checkpoint` finds in a model for inputs like these, real or meta.
 
     The steps are ranges of its kernels; `steps` names the modules that count as blocks.
@@ -176,9 +176,9 @@ def steps_of(model: nn.Module, inputs: Any, *, steps: Sequence[str] | None = Non
     Raises:
         ArgumentError: as `checkpoint` does.
     """
-    check_module(model, "zoo.steps_of")
+    check_module(model, "zoo.chain_of")
     check_switches(model)
-    check_step(model, "zoo.steps_of")
+    check_step(model, "zoo.chain_of")
     outline = outline_of(model, Invocation.of(inputs), patterns=_names(steps))
     return ModelSteps(outline.names, outline.blocks)
 
