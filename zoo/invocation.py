@@ -1,8 +1,4 @@
-"""What a model is called with.
-
-A model's forward may do more than run its steps (GPT-2 takes targets or none, an LSTM makes its
-first state), so it is called, and stopped where the first step would run.
-"""
+"""What a model is called with, and the properties of it that a plan depends on."""
 
 import logging
 import math
@@ -96,6 +92,11 @@ class Invocation:
         if device.type == "meta":
             return self
         return self.map(lambda v: fake_at(FakeTensorMode(), v, device) if v.is_meta else v)
+
+    def without_data(self) -> "Invocation":
+        """Returns fake tensors on the same devices for the tensors, and nothing else."""
+        mode = FakeTensorMode()
+        return Invocation(tuple(fake_at(mode, tensor, tensor.device) for tensor in self.tensors))
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -1,10 +1,12 @@
 """Plans for a budget: honoured by a real training step, monotonic, and refused when impossible."""
 
 import functools
+import gc
 import logging
 import pickle
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from itertools import pairwise
@@ -206,6 +208,43 @@ def test_gradients_that_are_accumulated_are_told_apart_and_named() -> None:
     with pytest.raises(BudgetError) as refusal:
         zoo.plan(model, x, **{**given, "memory_budget": 1000}, accumulates=True)
     assert "in the backward" not in str(refusal.value)
+
+
+class Forked(Words):
+    """Takes one kernel more from some step on."""
+
+    is_late = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x)
+        return logits * 2 if self.is_late else logits
+
+
+def test_a_path_that_comes_later_is_planned_for_as_from_the_first_step_on() -> None:
+    torch.manual_seed(1)
+    model, x = Forked(), torch.randint(900, (400,))
+    model.is_late = True
+    given: Any = {"optimizer": "sgd", "loss": word_loss}
+    given["memory_budget"] = zoo.plan(model, x, **given, memory_budget=0.9).budget
+    plans = []
+    for path in ([True], [False, True, True]):
+        model = zoo.checkpoint(Forked(), **given)
+        for model.is_late in path:
+            word_loss(model(x)).backward()
+        plans.append(zoo.plan_of(model))
+    assert plans[0] == plans[1] is not None
+
+
+def test_no_batch_is_held_until_another_takes_its_path() -> None:
+    model, x = Forked(), torch.randint(900, (400,))
+    zoo.checkpoint(model, memory_budget="64MiB", optimizer="sgd")
+    word_loss(model(x)).backward()
+    model.is_late, late = True, x.clone()
+    batch = weakref.ref(late)
+    word_loss(model(late)).backward()
+    del late
+    gc.collect()
+    assert batch() is None
 
 
 class Equal(Chain):

@@ -464,8 +464,10 @@ class PatchedForward(Patch):
         self.latest = conductor.script
         if self.option.is_bounded and self._is_to_be_planned(traces, spec):
             # else the next forward is traced, whatever it does
-            with contextlib.suppress(ArgumentError), without_modes():
-                traces.stray = given, step_trace_of(self.module(), given)
+            with contextlib.suppress(ArgumentError):
+                trace = self._trace_ahead(given)
+                # another forward of this kind may never come, so that no data is held for it
+                traces.stray = given.without_data(), trace
         return outputs
 
     def _plan_stray(self, spec: InputSpec, traces: Traces) -> None:
@@ -473,7 +475,7 @@ class PatchedForward(Patch):
         assert traces.stray is not None, "there is one"
         (given, trace), traces.stray = traces.stray, None
         try:
-            self._plan(given, spec, trace, [*map(resolved, trace.graph.operators)])
+            self._plan_traced(given, spec, trace)
         except (ArgumentError, BudgetError, PlanError) as error:
             self._go_by_blocks(traces, error)
 
@@ -526,10 +528,15 @@ class PatchedForward(Patch):
     def plan_ahead(self, given: Invocation) -> None:
         """Makes a plan for arguments like these now."""
         check_switches(self.module())
+        self._plan_traced(given, self._spec(given), self._trace_ahead(given))
+
+    def _trace_ahead(self, given: Invocation) -> StepTrace:
         with without_modes():
-            trace = step_trace_of(self.module(), given, self.option.step.loss)
+            return step_trace_of(self.module(), given, self.option.step.loss)
+
+    def _plan_traced(self, given: Invocation, spec: InputSpec, trace: StepTrace) -> None:
         operators = [*map(resolved, trace.graph.operators[: trace.graph.of_model])]
-        self._plan(given, self._spec(given), trace, operators)
+        self._plan(given, spec, trace, operators)
 
     def _plan_first(self, given: Invocation, traces: Traces, forward: Callable[..., Any]) -> None:
         """Makes a plan for the first forward; one that raises an error raises it as unplanned.
