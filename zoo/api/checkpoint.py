@@ -80,7 +80,8 @@ def checkpoint(
             that checkpoints itself; at that forward, more segments than blocks; for a budget or a
             plan, one that needs data of a real step.
         BudgetError: at that forward, when no plan keeps to the budget, or the report's does not.
-        PlanError: a malformed plan; one that does not fit raises at that forward.
+        PlanError: a malformed plan; one that does not fit raises at that forward, but for a
+            report's, in whose place the model then goes block by block, with a warning.
     """
     if checkpoint is None:
         checkpoint = True if memory_budget is None and max_overhead is None else "auto"

@@ -54,7 +54,7 @@ from zoo.planner.plan import Item, Plan
 Path = tuple[int, ...]
 # operators that return less than this part of the mean do not decide whether a plan has room
 SMALL_PART = 16
-# a block of the model by its path, and for the how-manieth time the forward comes to it
+# a block of the model by its path, and which call of it
 Visit = tuple[str, int]
 
 

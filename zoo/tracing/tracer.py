@@ -100,7 +100,6 @@ class Tracer(KernelMode):
 
     # a compiled block is not recomputed
     keeps_compiled = True
-    _entered = False
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -118,8 +117,8 @@ class Tracer(KernelMode):
         self._views_at: list[tuple[int, int]] = []
         # what the latest calls returned
         self._results: list[list[weakref.ref[Tensor]]] = []
-        # the latest call of a torch function: its number, where it was called, its kernels so far
-        self._number = 0
+        # the latest call of a torch function: its number and name, where it was called, its kernels
+        self._function = (0, "")
         self._called_at: tuple[tuple[str, ...], Instruction] | None = None
         self._kernels: list[Any] = []
 
@@ -263,10 +262,10 @@ class Tracer(KernelMode):
             self._kernels[:1] == [func] and sum(not is_view(kernel) for kernel in self._kernels) < 2
         )
         if not goes_on or begins_again:
-            self._number += 1
+            self._function = self._function[0] + 1, instruction.name()
             self._called_at, self._kernels = (within, instruction), []
         self._kernels.append(func)
-        return self._number, instruction.name()
+        return self._function
 
     def _after(self, func: Any, args: Any, kwargs: Any, result: Any, frame: FrameType) -> None:
         """Notes which results are views, and which views autograd makes anew for fake tensors."""
