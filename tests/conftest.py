@@ -69,6 +69,28 @@ def _freezes_imports() -> Iterator[None]:
     _freeze()
 
 
+@pytest.fixture(autouse=True)
+def _leaves_the_thread_as_it_was() -> Iterator[None]:
+    """A mode that a test leaves behind changes what all later ones of its process compute."""
+    before = _state_of_thread()
+    yield
+    assert _state_of_thread() == before
+
+
+def _state_of_thread() -> tuple[object, ...]:
+    return (
+        torch._C._get_torch_function_state(),
+        torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.is_autocast_enabled("cpu"),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
 def _freeze() -> None:
     gc.collect()
     gc.freeze()

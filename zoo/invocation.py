@@ -35,7 +35,7 @@ OUTPUTS_ALONE = (
     "targets) does; where several sizes are looked at, it makes targets of the size of the outputs"
 )
 _log = logging.getLogger("zoo")
-# that are searched for tensors in one argument
+# the most objects that are searched for tensors in one argument
 MOST_OBJECTS = 256
 # as many in a title
 MOST_SHAPES = 4

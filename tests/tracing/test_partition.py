@@ -1,5 +1,6 @@
 """Steps that a training step is cut into cost what they take."""
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,8 @@ import timm
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
 from tests.tracing.runs import MODELS
@@ -76,6 +79,46 @@ def test_names_say_which_module_did_what() -> None:
         "blocks.0.drop",
         "blocks.0.mul blocks.0.add_ blocks.0.relu_",
     )
+
+
+class AllFunctions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class AllOperators(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(nn.Module):
+    """Calls functions by their names and out of a list, under a mode or without."""
+
+    def __init__(self, mode: Callable[[], Any] = contextlib.nullcontext) -> None:
+        super().__init__()
+        self.mode, self.layer = mode, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.mode():
+            x = torch.exp(self.layer(x)) * torch.tanh(x)
+            for function in (torch.sin, torch.cos, torch.sigmoid):
+                x = function(x)
+            return x.softmax(-1) @ x.T
+
+
+def test_each_function_is_a_step_wherever_it_is_called() -> None:
+    steps = cut(Functions(), Invocation((torch.rand(4, 8),))).names
+    assert steps == ("layer", "exp", "tanh", "mul", "sin", "cos", "sigmoid", "softmax", "mm")
+
+
+@pytest.mark.parametrize("mode", [AllFunctions, AllOperators])
+def test_a_mode_of_the_program_changes_no_steps(mode: Callable[[], Any]) -> None:
+    given = Invocation((torch.rand(4, 8),))
+    steps = cut(Functions(), given)
+    inside = cut(Functions(mode), given)
+    with mode():
+        around = cut(Functions(), given)
+    assert inside.names == around.names == steps.names
 
 
 def test_steps_belong_to_blocks() -> None:

@@ -33,7 +33,10 @@ _HIDDEN = (_TORCH, contextlib.__file__, "<")
 # torch's own code that calls functions of torch, and the functions
 _CALLERS = tuple(os.path.join(_TORCH, folder, "") for folder in ("nn", "optim"))
 _FUNCTIONS = frozenset({nn.functional.__file__, torch.functional.__file__})
+_NAMES = frozenset().union(*map(dir, (torch, torch.Tensor, nn.functional, torch.linalg, torch.fft)))
 _RUNNER = _CALL.co_filename
+# of modes and classes of tensors: each calls all functions, or all operators, at one instruction
+_HANDLERS = ("__torch_function__", "__torch_dispatch__")
 # a module of zoo with this global runs a training loop; its lines are not the user's
 LOOP = "IS_TRAINING_LOOP"
 
@@ -103,8 +106,12 @@ class Instruction(NamedTuple):
     offset: int
     function: str
 
-    def name(self) -> str:
-        """Returns the name of the function; "" if the instruction calls none by a name."""
+    def name(self) -> str | None:
+        """Returns the name of the function, "" for an operator of Python such as `+`.
+
+        None if it calls something by a name that no function of torch has, such as each `f` of a
+        list: that may be another function the next time.
+        """
         return self.function or _called_at(self.code, self.offset)
 
 
@@ -131,6 +138,8 @@ def modules_around(
             continue
         if code in _BACKWARDS:
             is_found = True
+        elif code.co_name in _HANDLERS:
+            continue
         elif code is _ATTENTION or _calls_functions(code.co_filename):
             is_found = True
             instruction = Instruction(id(caller), code, caller.f_lasti, function)
@@ -148,8 +157,11 @@ def _calls_functions(filename: str) -> bool:
 
 
 @functools.cache
-def _called_at(code: CodeType, offset: int) -> str:
-    """Returns the name of the function that an instruction calls, from the source; "" without."""
+def _called_at(code: CodeType, offset: int) -> str | None:
+    """Returns the name of the function of torch that an instruction calls, from the source.
+
+    It is "" for an operator and without a source, None for a name that is none of torch's.
+    """
     first, last, start, end = next(itertools.islice(code.co_positions(), offset // 2, None))
     if first is None or last is None or start is None or end is None:
         return ""
@@ -162,8 +174,10 @@ def _called_at(code: CodeType, offset: int) -> str:
         call = ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
     except (SyntaxError, ValueError):
         return ""
-    called = call.func if isinstance(call, ast.Call) else None
-    return getattr(called, "attr", getattr(called, "id", ""))
+    if not isinstance(call, ast.Call):
+        return ""
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    return name if name in _NAMES else None
 
 
 def line_of_traceback(error: BaseException) -> str:

@@ -63,15 +63,15 @@ from zoo.tracing.partition import check_switches, partition, paths_of
 from zoo.tracing.tracer import is_compiled
 from zoo.units import format_bytes
 
-# how often one planned for arguments that differ in sizes alone: forwards may branch, and a kind of
-# arguments that always differs is not worth more
+# the most times that arguments which differ in sizes alone are planned for: forwards may branch,
+# and for sizes that are new each time planning does not pay
 MOST_PLANNINGS = 8
 # a plan serves arguments up to so many times as large as those that it was made for
 SHARED = 2.0
 # kinds of inputs whose plans are kept; the least recently used is dropped first
 MOST_KINDS = 64
-# the least bytes of an output of which a warning says that it is held
-MUCH = 1 << 20
+# the fewest bytes of an output for which a warning says that it is held
+LEAST_HELD = 1 << 20
 # held while a plan is made ahead, which copies of a model in several threads may ask for at once
 _PLANNING = threading.RLock()
 _log = logging.getLogger("zoo")
@@ -292,7 +292,7 @@ class Traces:
         strayed: whether the last forward went by none of them; `stray` is its trace, if it could be
             traced ahead.
         can_be_planned: whether no planning failed.
-        plannings: how often one planned.
+        plannings: how often inputs of this kind were planned for.
     """
 
     spec: InputSpec
@@ -412,7 +412,7 @@ class PatchedForward(Patch):
         When the node that made an output runs, all that the loss saved of it is gone.
         """
         for output in tensors_held_by(outputs):
-            if output.grad_fn is not None and output.nbytes >= MUCH:
+            if output.grad_fn is not None and output.nbytes >= LEAST_HELD:
                 check = functools.partial(self._warn_if_held, weakref.ref(output))
                 output.grad_fn.register_prehook(check)
 
@@ -487,7 +487,7 @@ class PatchedForward(Patch):
         return is_new and not waits and self._plannings(spec) < MOST_PLANNINGS
 
     def _plannings(self, spec: InputSpec) -> int:
-        """Returns how often one planned for arguments that differ in sizes alone."""
+        """Returns how often arguments that differ from these in sizes alone were planned for."""
         return sum(traces.plannings for traces in self._like(spec))
 
     def _like(self, spec: InputSpec) -> list[Traces]:

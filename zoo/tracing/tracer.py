@@ -255,14 +255,16 @@ class Tracer(KernelMode):
         All that one instruction of the caller dispatches in a row is one call. A loop in C, as that
         of `sum`, or in a frame that lies where the last one did begins its first kernel again.
         """
-        if instruction is None:
+        name = None if instruction is None else instruction.name()
+        if instruction is None or name is None:
+            self._called_at = None
             return 0, ""
         goes_on = (within, instruction) == self._called_at
         begins_again = (
             self._kernels[:1] == [func] and sum(not is_view(kernel) for kernel in self._kernels) < 2
         )
         if not goes_on or begins_again:
-            self._function = self._function[0] + 1, instruction.name()
+            self._function = self._function[0] + 1, name
             self._called_at, self._kernels = (within, instruction), []
         self._kernels.append(func)
         return self._function
