@@ -12,7 +12,8 @@ bytes are missing:
 - The CPU's LSTM returns a workspace for its backward, and cuDNN's networks a reserve, most of what
   they save. A fake one is empty. Only the kernel knows the real size: each different call runs
   once, for real. Without the device cuDNN's is estimated (`cudnn_recurrent`). torch has no results
-  of its backward, or of what goes before it: the state of its dropout and the flat weights.
+  of its backward, or of what goes before it: the state of its dropout and the flat weights. The
+  backward of the CPU's LSTM returns the gradients of both biases in memory of their own.
 - Norms, `roll` and the like of a tensor in channels last return channels last on the CPU, and a
   batch norm of one that is in no memory format a contiguous one.
 - The gradient of a layer norm's input, and the CPU's `logsigmoid`, are contiguous, whatever the
@@ -503,8 +504,14 @@ def _lstm(mode: FakeTensorMode, result: Any, *args: Any) -> Any:
     return (*outputs, workspace.new_empty(size, dtype=torch.uint8))
 
 
+def _lstm_backward(_: FakeTensorMode, result: Any, *__: Any) -> Any:
+    of_input, *weights, bias, again, hidden, cell = result
+    return of_input, *weights, bias, torch.empty_like(again), hidden, cell
+
+
 _CORRECTIONS: dict[Any, Callable[..., Any]] = {
     LSTM: _lstm,
+    _aten.mkldnn_rnn_layer_backward.default: _lstm_backward,
     BATCH_NORM: _norm,
     _aten.native_group_norm.default: _norm,
     _aten.native_group_norm_backward.default: _norm_backward,
