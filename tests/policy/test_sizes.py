@@ -24,6 +24,7 @@ from zoo.invocation import InputSpec, Invocation
 from zoo.profiling import isolation, log_profile
 from zoo.profiling.peak_memory import measure_step
 from zoo.tracing import planned_forward
+from zoo.units import exact_bytes
 
 Inputs = Callable[[int], tuple[Tensor, ...]]
 BUDGET = {"checkpoint": "auto", "memory_budget": "8MiB"}
@@ -395,6 +396,28 @@ def test_sizes_that_are_planned_for_no_more_go_by_the_plan_of_the_largest(
     plan = zoo.plan_of(model)
     works(model, lambda n: (images(n),), (5,), work)
     assert zoo.plan_of(model) is plan is not None
+
+
+@needs_numpy
+def test_a_training_that_has_begun_goes_by_the_least_plan_where_a_budget_cannot_be_kept(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, inputs = Sized(), SIZED["tensor"]
+    budget = zoo.frontier(model, inputs(model, 16))[0].peak
+    zoo.checkpoint(model, memory_budget=budget, optimizer="adamw")
+    with pytest.raises(BudgetError, match="needs at least"):
+        model(*inputs(model, 48))
+    model(*inputs(model, 16)).backward()
+    kept = zoo.plan_of(model)
+    for _ in range(2):
+        model(*inputs(model, 48)).backward()
+    (said,) = caplog.messages
+    assert "goes by the plan of the least peak, which breaks its budget" in said
+    least = zoo.frontier(Sized(), inputs(model, 48))[0]
+    assert f"needs at least {exact_bytes(least.peak)}" in said
+    assert zoo.plan_of(model) == least.plan
+    model(*inputs(model, 16)).backward()
+    assert zoo.plan_of(model) == kept
 
 
 @needs_numpy

@@ -70,10 +70,11 @@ def checkpoint(
     how much larger tensors may get: where a forward makes larger ones than its plan has room for,
     whatever decides their sizes (objects, numbers, attributes, data), it goes on by the next of
     them. Larger inputs, and those that take other steps, are planned for when they come, up to 8
-    times for arguments that differ in sizes alone; where no plan is found for these, or is known
-    yet, a training that has begun goes on block by block, with a warning. A fraction of the
-    baseline, an overhead and the least peak are those of the size that was planned for. A report
-    that was made for a budget is refused for inputs by which it breaks that budget.
+    times for arguments that differ in sizes alone. A training that has begun goes on, with a
+    warning: by the plan of the least peak where none keeps to the budget, and block by block where
+    none is found or known yet. A fraction of the baseline, an overhead and the least peak are those
+    of the size that was planned for. A report that was made for a budget is refused for inputs by
+    which it breaks that budget.
 
     Raises:
         ArgumentError: none of these options, no module, one without a forward of its own, a model

@@ -256,16 +256,19 @@ class Option:
         return self._chosen(model, outline, inputs, later_step)[0].plan
 
     def plans_for(
-        self, model: nn.Module, outline: Outline, inputs: Sequence[Tensor]
+        self, model: nn.Module, outline: Outline, inputs: Sequence[Tensor], *, has_run: bool = False
     ) -> Sequence[RoomyPlan]:
         """Returns the plan, and for a budget in bytes others for larger inputs, by rising room.
+
+        A training that has run goes on: where no plan keeps to the budget, it gets the plan of the
+        least peak, with a warning.
 
         Raises:
             BudgetError: no plan keeps to the budget, or the user's does not keep to the one that it
                 was made for.
             PlanError: the user's plan is for other steps.
         """
-        plans = self._chosen(model, outline, inputs)
+        plans = self._chosen(model, outline, inputs, has_run=has_run)
         report = self.report
         if report is None or report.budget is None or _is_elsewhere(report.device, model):
             return plans
@@ -293,10 +296,12 @@ class Option:
         outline: Outline,
         inputs: Sequence[Tensor],
         later_step: BudgetPlanner | None = None,
+        *,
+        has_run: bool = False,
     ) -> Sequence[RoomyPlan]:
         if self.checkpoint != "auto":
             outline = outline.without_loss()
-        plans = self._plans(model, outline, inputs, later_step)
+        plans = self._plans(model, outline, inputs, later_step, has_run)
         plans[0].plan.check(len(outline))
         return plans
 
@@ -306,6 +311,7 @@ class Option:
         outline: Outline,
         inputs: Sequence[Tensor],
         later_step: BudgetPlanner | None,
+        has_run: bool,
     ) -> Sequence[RoomyPlan]:
         option = self.checkpoint
         if self.plan is not None:
@@ -317,9 +323,13 @@ class Option:
             spec = InputSpec.of(Invocation(tuple(inputs)), model)
             bounds = option, self.memory_budget, self.max_overhead, self.step.names
             request = repr((outline.names, outline.blocks, parameters, spec, bounds))
-            if option == "auto":
-                return _first_decided(request, lambda: self._within_budget(model, outline, inputs))
-            return _first_decided(request, lambda: [RoomyPlan(_least(model, outline, later_step))])
+
+            def decide() -> Sequence[RoomyPlan]:
+                if option == "auto":
+                    return self._within_budget(model, outline, inputs, has_run)
+                return [RoomyPlan(_least(model, outline, later_step))]
+
+            return _first_decided(request, decide)
         costs = functools.cache(lambda: _costs(model, outline))
         if isinstance(option, int):
             plan = schemes.segments(outline.blocks, option)
@@ -330,7 +340,7 @@ class Option:
         return [RoomyPlan(plan)]
 
     def _within_budget(
-        self, model: nn.Module, outline: Outline, inputs: Sequence[Tensor]
+        self, model: nn.Module, outline: Outline, inputs: Sequence[Tensor], has_run: bool
     ) -> Sequence[RoomyPlan]:
         """Plans for the budget and logs the prediction."""
         planner = self.step.planner(model, outline, inputs).measured()
@@ -343,6 +353,10 @@ class Option:
         try:
             report = planner.report(self.memory_budget, self.max_overhead)
         except BudgetError as error:
+            if has_run:
+                what = "%s goes by the plan of the least peak, which breaks its budget: %s"
+                _log.warning(what, type(model).__name__, error)
+                return [RoomyPlan(planner.of_model(planner.points[0]).plan)]
             if not is_assumed:
                 raise
             text = f"{error} {assumed[0].upper()}{assumed[1:]}."

@@ -10,6 +10,7 @@ kernels (`engine.kernel_segments`), by a plan for the operators that were traced
       bytes than a budget allows     the next such forward, unless that did not pay 8 times
     parameters without a size      block by block; the next forward counts as the first
     no plan is found               an error in the first step; later block by block, with a warning
+    none keeps to the budget       an error in the first step; later the plan of the least peak
 
 For a budget or a user's own plan, and for zoo's own models, the first forward is traced ahead
 instead. A deep copy or a pickle keeps the option and plans anew; shallow copies, such as those of
@@ -642,7 +643,7 @@ class PatchedForward(Patch):
             _log.info(again, self.notices.name, count + 1, MOST_PLANNINGS)
         with without_modes(), torch.enable_grad():
             outline = partition(module, trace, paths_of(module, self.patterns))
-            plans = self.option.plans_for(module, outline, given.tensors)
+            plans = self.option.plans_for(module, outline, given.tensors, has_run=self.has_run)
         scripts = [
             Script(operators, outline.cuts[: len(outline)], plan, trace.graph.visits, sizes, room)
             for plan, room in plans
