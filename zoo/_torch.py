@@ -66,6 +66,8 @@ def _private(path: str) -> Any:
 
 
 DisableTorchFunction: Any = _private("_C.DisableTorchFunction")
+function_state: Any = _private("_C._get_torch_function_state")
+set_function_state: Any = _private("_C._set_torch_function_state")
 EnableTorchFunction: Any = _private("_C._EnableTorchFunction")
 DispatchKey: Any = _private("_C.DispatchKey")
 DispatchKeySet: Any = _private("_C.DispatchKeySet")

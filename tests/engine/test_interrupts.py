@@ -67,6 +67,7 @@ def state_of_thread() -> dict[str, Any]:
         "modes": count_dispatch_modes(),
         "hooks": top_saved_tensors_hooks(False),
         "keys": (str(included_keys()), str(excluded_keys())),
+        "functions": (torch._C._get_torch_function_state(), torch._C._len_torch_function_stack()),
         "grad": torch.is_grad_enabled(),
         "settings": read_settings(),
         "thread": (thread.segment, thread.conductor, thread.replaying, thread.origin),
@@ -80,6 +81,15 @@ def train(model: nn.Module) -> list[Any]:
     x = torch.rand(6, 4, requires_grad=True)
     model(x).square().sum().backward()
     return [x.grad, [p.grad for p in model.parameters()], read_streams()]
+
+
+def batched(model: nn.Module) -> list[Any]:
+    """Takes the gradients of several outputs by one backward under vmap."""
+    torch.manual_seed(1)
+    x = torch.rand(6, 4, requires_grad=True)
+    out = model(x)
+    vectors = torch.eye(4).reshape(4, 1, 4).expand(4, 6, 4)
+    return [torch.autograd.grad(out, x, vectors, is_grads_batched=True), read_streams()]
 
 
 @functools.cache
@@ -121,8 +131,10 @@ def times_of_lines(function: Callable[[], object]) -> list[int]:
     return sorted({place: time for time, place in enumerate(every.places)}.values())
 
 
-@pytest.mark.parametrize("make", [planned, nested])
-def test_an_interrupt_at_any_line_is_undone(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(("make", "train"), [(planned, train), (nested, train), (planned, batched)])
+def test_an_interrupt_at_any_line_is_undone(
+    make: Callable[[], nn.Module], train: Callable[[nn.Module], list[Any]]
+) -> None:
     model = make()
     for _ in range(3):
         train(model)

@@ -196,8 +196,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         """Keeps what closed segments read and saved of a storage that is about to be written."""
         for handle in alive(self._saved.pop(id(storage), ())):
             if handle.value.home() is storage:
-                with without_modes():
-                    handle.lose(storage)
+                without_modes(handle.lose, storage)
         readers = alive(self._readers.pop(id(storage), ()))
         readers = [reader for reader in readers if reader.home and reader.home() is storage]
         hold_readers(readers, storage, tensor)
@@ -270,9 +269,8 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         shared = 0 if fresh else len(list(same))
         pending = self._pending() if len(self.path) > shared else []
         if not shared and pending:
-            with without_modes():
-                for handle in pending:
-                    handle.keep()
+            for handle in pending:
+                without_modes(handle.keep)
         for _ in self.path[shared:]:
             self._close()
         for _ in path[shared:]:

@@ -7,7 +7,7 @@ node is one of the recording, never one of autograd's graph.
 
 import contextlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +22,11 @@ from zoo._torch import (
     ExcludeKeys,
     FakeTensor,
     are_functorch_transforms_active,
+    function_state,
     get_dispatch_mode,
     is_key_included,
     no_transforms,
+    set_function_state,
     set_grad_enabled,
 )
 from zoo.engine.devices import SetAsideState, draw_as
@@ -42,6 +44,8 @@ from zoo.engine.operands import (
 )
 from zoo.engine.recording import Node, flat, thread
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 # a node to replay, and the values that nobody reads after it
 Scheduled = tuple[Node, Sequence[Value]]
 
@@ -153,25 +157,28 @@ def _run(found: Iterable[Scheduled], changed: Changes) -> None:
         changed.restore()
 
 
-def without_modes() -> Any:
-    """Disables in a `with` block what a program has around its calls.
+def without_modes(
+    function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
+) -> Result:
+    """Calls a function without what a program has around its calls.
 
     These are function modes, `__torch_function__` of tensor classes, the transforms of
-    `torch.func`, which end before the block begins, and the vmap of `is_grads_batched=True`. Fake
-    tensors keep `__torch_function__`, by which they know their device.
+    `torch.func`, which end before the call, and the vmap of `is_grads_batched=True`. Fake tensors
+    keep `__torch_function__`, by which they know their device.
     """
-    fake = get_dispatch_mode(FAKE_MODE)
-    functions = DisableTorchFunction() if fake is None else contextlib.nullcontext()
-    transforms, batches = are_functorch_transforms_active(), is_key_included(VMAP_OF_GRADIENTS)
-    if not (transforms or batches):
-        return functions
-    every = contextlib.ExitStack()
-    every.enter_context(functions)
-    if transforms:
-        every.enter_context(no_transforms())
-    if batches:
-        every.enter_context(ExcludeKeys(DispatchKeySet(VMAP_OF_GRADIENTS)))
-    return every
+    before = function_state()
+    try:
+        with contextlib.ExitStack() as without:
+            if get_dispatch_mode(FAKE_MODE) is None:
+                without.enter_context(DisableTorchFunction())
+            if are_functorch_transforms_active():
+                without.enter_context(no_transforms())
+            if is_key_included(VMAP_OF_GRADIENTS):
+                without.enter_context(ExcludeKeys(DispatchKeySet(VMAP_OF_GRADIENTS)))
+            return function(*args, **kwargs)
+    finally:
+        # once more, where an interrupt has cut it short
+        set_function_state(before)
 
 
 def _call(node: Node, drops: Sequence[Value]) -> None:

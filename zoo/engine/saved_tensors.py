@@ -220,8 +220,7 @@ class Handle:
                 around = thread.replaying
                 try:
                     # the kernels ran outside of a vmap that is around the backward
-                    with without_modes():
-                        fill(self)
+                    without_modes(fill, self)
                 finally:
                     # once more, where an interrupt has cut it short
                     thread.replaying = around
@@ -657,14 +656,17 @@ def _end_backward(backward: int, segments: list[weakref.ref[Segment]]) -> None:
 
 def prune(segment: Segment) -> None:
     """Ends a forward: drops the nodes that no handle needs, and with them what they read."""
-    handles = segment.all_handles()
     # a forward may turn to another segment inside of a vmap around a backward of its own
-    with without_modes():
-        for handle in handles:
-            handle.look_for_writes()
-        found = schedule(segment.backwards(), goals_of(handles), ())
-        segment.recording.close([node for node, _ in found])
-        if segment.recording.is_replayed:
-            # for a backward that asked for less than all, and may not have ended
-            clear(segment)
+    without_modes(_prune, segment)
+
+
+def _prune(segment: Segment) -> None:
+    handles = segment.all_handles()
+    for handle in handles:
+        handle.look_for_writes()
+    found = schedule(segment.backwards(), goals_of(handles), ())
+    segment.recording.close([node for node, _ in found])
+    if segment.recording.is_replayed:
+        # for a backward that asked for less than all, and may not have ended
+        clear(segment)
     segment.scheduled, segment.scheduled_for = found, len(handles)

@@ -55,8 +55,10 @@ from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, BudgetError, PlanError
 from zoo.invocation import InputSpec, Invocation, needs_gradients
 from zoo.models.model import Model
+from zoo.planner.plan import RoomyPlan
 from zoo.planner.schemes import SegmentsError
 from zoo.policy.options import Option, has_lazy, warn_of_blocks
+from zoo.profiling.log_profile import Outline
 from zoo.profiling.progress import shown
 from zoo.profiling.tensor_spec import tensors_held_by
 from zoo.tracing.isolated_trace import RealStep, StepTrace, TraceError, step_trace_of
@@ -496,13 +498,11 @@ class PatchedForward(Patch):
         return [traces for other, traces in known if other.structure == spec.structure]
 
     def _is_trained(self, given: Invocation) -> bool:
-        with without_modes():
-            return self.has_hidden_gradients or needs_gradients(self.module(), given)
+        return self.has_hidden_gradients or without_modes(needs_gradients, self.module(), given)
 
     def _spec(self, given: Invocation) -> InputSpec:
         """Returns the properties that a plan depends on."""
-        with without_modes():
-            return InputSpec.of(given, self.module())
+        return without_modes(InputSpec.of, given, self.module())
 
     def _traces_for(self, spec: InputSpec) -> Traces:
         """Returns the traces for inputs like these; new ones start from those that have room.
@@ -532,8 +532,7 @@ class PatchedForward(Patch):
         self._plan_traced(given, self._spec(given), self._trace_ahead(given))
 
     def _trace_ahead(self, given: Invocation) -> StepTrace:
-        with without_modes():
-            return step_trace_of(self.module(), given, self.option.step.loss)
+        return without_modes(step_trace_of, self.module(), given, self.option.step.loss)
 
     def _plan_traced(self, given: Invocation, spec: InputSpec, trace: StepTrace) -> None:
         operators = [*map(resolved, trace.graph.operators[: trace.graph.of_model])]
@@ -594,14 +593,12 @@ class PatchedForward(Patch):
     def _trace(self, given: Invocation, spec: InputSpec, traces: Traces) -> Any:
         """Runs the forward block by block, traces it and plans for the next; warns on failure."""
         check_switches(self.module())
-        with without_modes():
-            step = RealStep(self.module(), given)
-            conductor = Conductor([], step.logger.hooks())
+        step = without_modes(RealStep, self.module(), given)
+        conductor = without_modes(Conductor, [], step.logger.hooks())
         with step:
             outputs = conductor.run(lambda: given.on(self.__wrapped__))
         try:
-            with without_modes():
-                trace = step.trace(outputs)
+            trace = without_modes(step.trace, outputs)
             trace.graph.visits = conductor.visits
             self._plan(given, spec, trace, conductor.operators)
             if self.option.step.loss is not None:
@@ -621,7 +618,7 @@ class PatchedForward(Patch):
         self, given: Invocation, spec: InputSpec, trace: StepTrace, operators: Sequence[Any]
     ) -> None:
         """Plans for a traced forward, unless there is a plan that serves it."""
-        module, traces, count = self.module(), self._traces_for(spec), self._plannings(spec)
+        traces, count = self._traces_for(spec), self._plannings(spec)
         sizes = [0] * len(operators)
         for call in trace.graph.calls:
             # those of a loss are not run by the forward
@@ -641,15 +638,22 @@ class PatchedForward(Patch):
         if count:
             again = "%s: another path or larger inputs, planned again (%d of %d)"
             _log.info(again, self.notices.name, count + 1, MOST_PLANNINGS)
-        with without_modes(), torch.enable_grad():
-            outline = partition(module, trace, paths_of(module, self.patterns))
-            plans = self.option.plans_for(module, outline, given.tensors, has_run=self.has_run)
+        outline, plans = without_modes(self._plans_for, given, trace)
         scripts = [
             Script(operators, outline.cuts[: len(outline)], plan, trace.graph.visits, sizes, room)
             for plan, room in plans
         ]
         traces.spec, traces.branches = spec, [*traces.branches, *reversed(scripts)]
         self.latest = scripts[0]
+
+    @torch.enable_grad()
+    def _plans_for(
+        self, given: Invocation, trace: StepTrace
+    ) -> tuple[Outline, Sequence[RoomyPlan]]:
+        module = self.module()
+        outline = partition(module, trace, paths_of(module, self.patterns))
+        has_run = self.has_run
+        return outline, self.option.plans_for(module, outline, given.tensors, has_run=has_run)
 
 
 def _with_room(traces: Traces, spec: InputSpec) -> list[Script]:
