@@ -79,7 +79,7 @@ FAKE_MODE: Any = _private("_C._TorchDispatchModeKey.FAKE")
 # of the mode by which `make_fx` writes a graph, as higher-order operators do of their functions
 PROXY_MODE: Any = _private("_C._TorchDispatchModeKey.PROXY")
 are_functorch_transforms_active: Any = _private("_C._are_functorch_transforms_active")
-is_graph_kept: Any = _private("_C._autograd._get_current_graph_task_keep_graph")
+_keeps_graph: Any = _private("_C._autograd._get_current_graph_task_keep_graph")
 sequence_number: Any = _private("_C._autograd._get_sequence_nr")
 for _name in ("_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable", "SavedTensor"):
     _private(f"_C._autograd.{_name}")
@@ -105,7 +105,7 @@ is_tracing: Any = _private("_C._is_tracing")
 count_dispatch_modes: Any = _private("_C._len_torch_dispatch_stack")
 set_grad_enabled: Any = _private("_C._set_grad_enabled")
 storage_holders: Any = _private("_C._storage_Use_Count")
-will_run: Any = _private("_C._will_engine_execute_node")
+_will_execute: Any = _private("_C._will_engine_execute_node")
 # what is asked before each frame of Python, where the compiler runs
 compiler_callback: Any = _private("_C._dynamo.eval_frame.get_eval_frame_callback")
 conj: Any = _private("_conj")
@@ -194,6 +194,34 @@ _private("compiler._is_exporting_flag")
 # whether `torch.export` runs: the compiler of torch 2.11 takes torch's own question for True
 # wherever it is asked
 is_exporting = functools.partial(getattr, torch.compiler, "_is_exporting_flag")
+
+
+def is_graph_kept() -> bool:
+    """Returns whether a backward of autograd's engine runs here, and keeps its graph."""
+    return current_backward() != -1 and bool(_keeps_graph())
+
+
+def will_run(node: Any) -> bool:
+    """Returns whether the current backward runs an autograd node.
+
+    Code that calls autograd nodes by itself, without the engine, calls them all.
+    """
+    return current_backward() == -1 or bool(_will_execute(node))
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Replaces an attribute of a class, a module or an object inside the block."""
+    own = vars(owner)
+    before, has_own = own.get(name), name in own
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if has_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
 
 
 def watch_hooks_of_saved_tensors(

@@ -43,9 +43,10 @@ class Step(NamedTuple):
 def key_of(spec: Any) -> str:
     """Returns a short name for a kernel call, by which its workspace is kept.
 
-    The recorded ones were made when a spec did not say what is conjugate.
+    The recorded ones were made when a spec said what requires a gradient, not what is conjugate.
     """
     text = repr(spec).replace(", conjugate=False, negative=False", "")
+    text = text.replace(", bytes=", ", requires_grad=False, bytes=")
     return hashlib.sha256(text[:LONGEST].encode()).hexdigest()[:10]
 
 

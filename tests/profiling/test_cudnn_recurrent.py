@@ -164,7 +164,6 @@ def described(results):
     leaves = [leaf.nbytes() if isinstance(leaf, torch.UntypedStorage) else leaf for leaf in leaves]
     return [str(leaf) if not isinstance(leaf, Tensor) else str(TensorSpec.of(leaf)._replace(
         storage=storages.setdefault(leaf.untyped_storage()._cdata, len(storages)),
-        requires_grad=False,
     )) for leaf in leaves]
 
 class Compared(TorchDispatchMode):

@@ -18,8 +18,8 @@ from torch.nn.modules.module import register_module_forward_hook
 import zoo
 from tests.chains import Chain, Steps
 from tests.training import assert_same, everything, frozen
-from zoo.errors import ArgumentError, PlanError
-from zoo.profiling.isolation import in_fork, isolated
+from zoo.errors import ArgumentError
+from zoo.profiling.isolation import in_fork
 from zoo.tracing.isolated_trace import TraceError
 
 # its stream is one of those that planning moves
@@ -193,28 +193,6 @@ def test_without_a_fork_what_cannot_be_copied_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"generator.*zoo.checkpoint without a budget"):
         zoo.plan(model, x, max_overhead=0.5)
     assert next(model.numbers) == 0
-
-
-@pytest.mark.usefixtures("without_fork")
-def test_without_a_fork_hooks_for_all_modules_fire_on_other_threads_only() -> None:
-    fired: list[int] = []
-    module, x = nn.Identity(), torch.ones(1)
-
-    def planned(is_apart: bool) -> None:
-        module(x)
-        other = threading.Thread(target=module, args=(x,))
-        other.start()
-        other.join()
-
-    handle = register_module_forward_hook(lambda *_: fired.append(threading.get_ident()))
-    try:
-        isolated(planned, PlanError)
-        assert len(fired) == 1
-        assert threading.get_ident() not in fired
-        module(x)
-    finally:
-        handle.remove()
-    assert fired[1:] == [threading.get_ident()]
 
 
 @pytest.mark.usefixtures("without_fork")

@@ -36,9 +36,6 @@ from zoo._torch import (
 )
 from zoo.layers.module_hooks import GLOBAL_HOOKS, is_hooked
 
-# the id of the current backward where autograd's engine runs none: the planner does, once
-NO_ENGINE = -1
-
 
 def is_eager() -> bool:
     """Says whether no compiler, tracer, `torch.func` or forward-mode derivative is at work."""
@@ -54,7 +51,7 @@ def is_first_order(gradient: Tensor) -> bool:
 
 def is_last_backward() -> bool:
     """Says whether the current backward frees its graph, so that no other can follow."""
-    return current_backward() == NO_ENGINE or not is_graph_kept()
+    return not is_graph_kept()
 
 
 class SharedWeight:
@@ -122,7 +119,7 @@ class Total:
         if not is_first_order(gradient):
             return make()
         backward, (token, _) = current_backward(), ctx.next_functions[0]
-        if backward != NO_ENGINE and not will_run(token):
+        if not will_run(token):
             return None  # `autograd.grad` for other inputs
         if backward in self.sums:
             add(self.sums[backward])
@@ -203,10 +200,8 @@ def _row_sums(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:
 
 
 def _is_unmodified(module: nn.Module) -> bool:
-    """Says whether calling a module does only its class's forward, but for zoo's global hooks."""
-    hooks = (hook for registry in GLOBAL_HOOKS for hook in registry.values())
-    is_foreign = any(not str(getattr(hook, "__module__", "")).startswith("zoo.") for hook in hooks)
+    """Returns whether calling a module does only its class's forward."""
     # a plan in force marks where blocks begin and end
     forward = vars(module).get("forward")
     has_forward = forward is not None and not getattr(forward, "only_marks", False)
-    return not (is_hooked(module) or has_forward or is_foreign)
+    return not (is_hooked(module) or has_forward or any(GLOBAL_HOOKS))

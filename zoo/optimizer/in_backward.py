@@ -14,6 +14,7 @@ a hook may look at all gradients before the step, `step()` updates all. What wou
 than `backward(); step(); zero_grad()` is refused by an error.
 """
 
+import contextlib
 import functools
 import logging
 import threading
@@ -132,6 +133,8 @@ class FreedGradient(Tensor):
 # what `zero_grad(set_to_none=False)` calls
 ZEROS = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 
+# called with each parameter whose gradient a backward is about to use and free
+_observers: list[Callable[[Tensor], object]] = []
 # optimizers that step in the backward now
 _ATTACHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -211,6 +214,19 @@ def attached_to(parameters: Iterable[Tensor]) -> Optimizer | None:
     trained = {p for p in parameters if p.requires_grad} if _ATTACHED else set()
     attached = _ATTACHED if trained else ()
     return next((found for found in attached if trained <= set(_parameters(found))), None)
+
+
+@contextlib.contextmanager
+def observed_gradients(observe: Callable[[Tensor], object]) -> Iterator[None]:
+    """Calls a function with each parameter whose gradient is used and freed in the block, before.
+
+    Whatever the optimizer.
+    """
+    _observers.append(observe)
+    try:
+        yield
+    finally:
+        _observers.remove(observe)
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -335,6 +351,8 @@ class OptimizerInBackward:
                 self._step(parameter)
 
     def _step(self, parameter: Tensor) -> None:
+        for observe in _observers:
+            observe(parameter)
         self._is_stepping = True
         try:
             with torch.no_grad(), DisableAutocast():

@@ -17,7 +17,6 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +32,7 @@ from zoo._torch import (
     dispatch_modes,
     fake_of,
     pytree,
+    replaced,
     scoped_library,
     unset_fake_temporarily,
 )
@@ -149,12 +149,11 @@ class FakeTensorFixes(KernelMode):
         def is_unknown(value: Any) -> bool:
             return isinstance(value, FakeTensor) and self._real_of(value) is None
 
-        replace = mock.patch.object
         utils = sys.modules.get("transformers.utils.import_utils")
         with (
-            replace(FakeTensor, "tolist", lambda fake: read(fake).tolist()),
-            replace(FakeTensor, "numpy", array),
-            replace(utils, "is_fake_tensor", is_unknown) if utils else contextlib.nullcontext(),
+            replaced(FakeTensor, "tolist", lambda fake: read(fake).tolist()),
+            replaced(FakeTensor, "numpy", array),
+            replaced(utils, "is_fake_tensor", is_unknown) if utils else contextlib.nullcontext(),
         ):
             yield
 

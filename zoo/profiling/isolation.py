@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -33,7 +33,6 @@ import torch
 from zoo._torch import active_fake_mode, disable_current_modes, leave_out_compiler
 from zoo.engine.devices import devices_in_use, random_state_restored
 from zoo.errors import ZooError
-from zoo.layers.module_hooks import GLOBAL_HOOKS
 from zoo.profiling.source_location import line_of_frame
 
 # part of the error of autograd's engine in a forked process where it has threads for a device
@@ -75,36 +74,27 @@ def can_fork() -> bool:
     return hasattr(os, "fork") and not devices_in_use()
 
 
-def isolated(
-    function: Callable[[bool], Any], failed: Callable[[str], ZooError], *, fires_hooks: bool = False
-) -> Any:
+def isolated(function: Callable[[bool], Any], failed: Callable[[str], ZooError]) -> Any:
     """Calls a function isolated from the program, and returns its result, which must pickle.
 
     The function is told whether it runs in a forked process, where its changes have no effect on
-    this one. Dispatch modes and anomaly detection are off, and so are global module hooks unless
-    it `fires_hooks`, as a user's forward does.
+    this one. Dispatch modes and anomaly detection are off.
 
     Raises:
         ZooError: the function's own, or `failed` of the text of any other error.
     """
     answer: Any = Failed(NO_FORK)
     if can_fork():
-        answer = in_fork(lambda: _answer(function, True, fires_hooks))
+        answer = in_fork(lambda: _answer(function, True))
     if isinstance(answer, Failed) and NO_FORK in answer.text:
-        with (
-            random_state_restored(),
-            contextlib.nullcontext() if fires_hooks else _hooks_silenced(),
-        ):
-            answer = _answer(function, False, fires_hooks)
+        with random_state_restored():
+            answer = _answer(function, False)
     if isinstance(answer, Failed):
         raise answer.error or failed(answer.text)
     return answer
 
 
-def _answer(function: Callable[[bool], Any], is_apart: bool, fires_hooks: bool) -> Any:
-    if is_apart and not fires_hooks:
-        for hooks in GLOBAL_HOOKS:
-            hooks.clear()
+def _answer(function: Callable[[bool], Any], is_apart: bool) -> Any:
     # inside a FakeTensorMode the modes must stay
     modes = disable_current_modes() if active_fake_mode() is None else contextlib.nullcontext()
     try:
@@ -202,27 +192,3 @@ def _end(writer: int, answer: bytes, answering: threading.Lock) -> NoReturn:
         with os.fdopen(writer, "wb") as pipe:
             pipe.write(answer)
         os._exit(0)
-
-
-# held by the thread on which no global module hook fires
-_silence = threading.RLock()
-
-
-@contextlib.contextmanager
-def _hooks_silenced() -> Iterator[None]:
-    """Silences global module hooks on this thread; on other threads they fire."""
-    thread = threading.get_ident()
-
-    def elsewhere(hook: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: None if threading.get_ident() == thread else hook(*args)
-
-    with _silence:
-        originals = [(registry, dict(registry)) for registry in GLOBAL_HOOKS[:2]]
-        for registry, hooks in originals:
-            registry.update({key: elsewhere(hook) for key, hook in hooks.items()})
-        try:
-            yield
-        finally:
-            for registry, hooks in originals:
-                # another thread may have removed some
-                registry.update({key: hooks[key] for key in hooks if key in registry})

@@ -41,7 +41,6 @@ from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +56,7 @@ from zoo._torch import (
     current_node,
     is_traceable_wrapper_subclass,
     queue_callback,
+    replaced,
     sequence_number,
 )
 from zoo.engine import devices
@@ -68,7 +68,7 @@ from zoo.engine.recording import thread
 from zoo.engine.sharded import sharded_modules
 from zoo.errors import ArgumentError, shortened
 from zoo.invocation import check_module, device_of
-from zoo.optimizer import in_backward, independence
+from zoo.optimizer.in_backward import observed_gradients
 from zoo.profiling.fake_results import LIFT
 from zoo.profiling.fake_tensors import DEVICE
 from zoo.profiling.optimizer_memory import is_optimizer
@@ -206,7 +206,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             register_optimizer_step_pre_hook(self._begin_optimizer),
             register_optimizer_step_post_hook(self._end_optimizer),
             self._resizing(),
-            mock.patch.object(in_backward, "step_alone", self._step_alone),
+            observed_gradients(self._record_gradient),
             observed(lambda: self.location),
             self,
         ):
@@ -293,14 +293,11 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.alive[storage._cdata].category = "parameters"
             return storage
 
-        with mock.patch.object(torch.UntypedStorage, "resize_", resized):
+        with replaced(torch.UntypedStorage, "resize_", resized):
             yield
 
-    def _step_alone(self, optimizer: Any, group: Any, parameter: Tensor) -> None:
-        """Records a gradient before an optimizer in the backward uses and frees it."""
-        name = self.names.get(id(parameter), "")
-        self._categorize("gradients", [(name, parameter.grad)])
-        independence.step_alone(optimizer, group, parameter)
+    def _record_gradient(self, parameter: Tensor) -> None:
+        self._categorize("gradients", [(self.names.get(id(parameter), ""), parameter.grad)])
 
     def _record_result(self, storage: Any, tensor: Tensor, location: Location) -> None:
         known = self.alive.get(storage._cdata)

@@ -395,7 +395,7 @@ class StepLogger(KernelMode):
         is_strided = tensor.layout is torch.strided
         saved = SavedTensor(
             _held(tensor) if self._hooks is None else self._hooks[0](tensor),
-            TensorSpec.of(tensor)._replace(requires_grad=False) if is_strided else None,
+            TensorSpec.of(tensor) if is_strided else None,
             memory,
         )
         self._saved.append(weakref.ref(saved))

@@ -32,7 +32,6 @@ class TensorSpec(NamedTuple):
     offset: int
     dtype: torch.dtype
     device: torch.device
-    requires_grad: bool
     bytes: int
     tensor: int = 0
     storage: int = 0
@@ -49,7 +48,6 @@ class TensorSpec(NamedTuple):
             int(tensor.storage_offset()),
             tensor.dtype,
             tensor.device,
-            tensor.requires_grad,
             tensor.untyped_storage().nbytes(),
             conjugate=tensor.is_conj(),
             negative=tensor.is_neg(),
@@ -75,7 +73,7 @@ class TensorSpec(NamedTuple):
             tensor = conj(tensor)
         if self.negative:
             tensor = neg_view(tensor)
-        return tensor.requires_grad_(self.requires_grad)
+        return tensor
 
     def alone(self) -> "TensorSpec":
         """Returns the spec of the same tensor in a storage that holds nothing else."""
@@ -83,23 +81,6 @@ class TensorSpec(NamedTuple):
         reach = 1 + sum((size - 1) * stride for size, stride in steps)
         numbers = reach if math.prod(self.shape) else 0
         return self._replace(offset=0, bytes=numbers * self.dtype.itemsize)
-
-    def on_cpu(self) -> "TensorSpec":
-        """Moves a tensor on the meta device to the CPU, whose kernels stand for any device's."""
-        return self._replace(device=torch.device("cpu")) if self.device.type == "meta" else self
-
-
-def specs_of(tensors: Iterable[Tensor]) -> list[TensorSpec]:
-    """Returns the specs of tensors, numbered in their order."""
-    numbers: dict[int, int] = {}
-    storages: dict[int, int] = {}
-    return [
-        TensorSpec.of(tensor)._replace(
-            tensor=numbers.setdefault(id(tensor), len(numbers)),
-            storage=storages.setdefault(tensor.untyped_storage()._cdata, len(storages)),
-        )
-        for tensor in tensors
-    ]
 
 
 def made_of(specs: Sequence[TensorSpec]) -> list[Tensor]:
@@ -177,13 +158,20 @@ def _with_dropout_state(operator: Any, args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _of_arguments(tensors: Iterable[Tensor]) -> list[TensorSpec]:
-    """Returns the specs of a kernel's arguments.
+    """Returns the specs of a kernel's arguments, numbered in their order.
 
     An argument that shares its storage with no other gets one of its own size, at offset 0: a
-    kernel does not see the rest.
+    kernel does not see the rest. The CPU's kernels stand for those of any device.
     """
-    described = (spec.on_cpu() for spec in specs_of(tensors))
-    specs = [spec._replace(requires_grad=False) for spec in described]
+    numbers, storages = dict[int, int](), dict[int, int]()
+    specs = [
+        TensorSpec.of(tensor)._replace(
+            device=torch.device("cpu") if tensor.is_meta else tensor.device,
+            tensor=numbers.setdefault(id(tensor), len(numbers)),
+            storage=storages.setdefault(tensor.untyped_storage()._cdata, len(storages)),
+        )
+        for tensor in tensors
+    ]
     views = Counter({spec.tensor: spec.storage for spec in specs}.values())
     return [spec.alone() if views[spec.storage] == 1 else spec for spec in specs]
 

@@ -11,7 +11,6 @@ import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from zoo._torch import (
     active_fake_mode,
     disable_current_modes,
     is_any_autocast_enabled,
+    replaced,
 )
 from zoo.engine.devices import count_as_seeded
 from zoo.engine.operator_effects import DROPOUT_STATE, Argument, effects_of, is_view
@@ -207,7 +207,6 @@ class _Forward:
                 f"{name} cannot be traced ahead ({text}). zoo.checkpoint without a budget traces a "
                 "real training step instead"
             ),
-            fires_hooks=True,
         )
 
     def on_fakes(self, is_apart: bool) -> "StepTrace | Failure":
@@ -288,7 +287,7 @@ class _Forward:
             if self.may_compile
             else contextlib.nullcontext(),
             # block marks tell the tracer where blocks begin; a plan in force does not act
-            mock.patch.object(thread, "conductor", tracer),
+            replaced(thread, "conductor", tracer),
             _Limits(most_made),
         ):
             with logger, tracer, logger.hooks():
@@ -324,7 +323,7 @@ class _Forward:
     def _spec(self, tensor: Tensor) -> TensorSpec:
         """Returns the spec of a tensor; one on the meta device counts as on the kernels' device."""
         device = self.device if tensor.is_meta else tensor.device
-        return TensorSpec.of(plain(tensor))._replace(device=device, requires_grad=False)
+        return TensorSpec.of(plain(tensor))._replace(device=device)
 
     def _trace_error(self, error: BaseException) -> TraceError | InputError:
         """Returns the error to raise for what a forward raised."""
