@@ -139,7 +139,7 @@ class WordLanguageModel(Model):
         """Returns the same state without its graph: the next batch's backward ends there."""
         return state.detach() if isinstance(state, Tensor) else tuple(map(Tensor.detach, state))
 
-    def _begin(self, state: State | None, batch: int) -> list[State]:
+    def _begin(self, state: State | None, batch: int) -> list[Any]:
         """Returns the state of each layer (1, N, hidden); zeros where there is none."""
         names = ["hidden"] if self.recurrent is nn.GRU else ["hidden", "cell"]
         shape = (len(self.layers), batch, self.hidden)

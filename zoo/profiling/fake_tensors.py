@@ -339,10 +339,10 @@ def put_tensors(model: nn.Module, made: Mapping[int, Tensor]) -> None:
         if id(value) not in known:
             # a container may contain itself
             known[id(value)] = value, value
-            known[id(value)] = value, replaced(value)
+            known[id(value)] = value, filled(value)
         return known[id(value)][1]
 
-    def replaced(value: Any) -> Any:
+    def filled(value: Any) -> Any:
         if isinstance(value, list | dict):
             places = value.items() if isinstance(value, dict) else enumerate(value)
             for place, part in list(places):
