@@ -494,7 +494,7 @@ def test_a_gradient_that_keeps_the_memory_of_columns_is_counted_with_it() -> Non
     x = torch.rand(64, 128)
     model = nn.Sequential(Columns(), Columns(), nn.Linear(128, 10))
     found = planner_for(model, x, optimizer=sgd, loss=scores)
-    columns = [place for place, name in enumerate(found.names) if "unfold" in name]
+    columns = [place for place, name in enumerate(found.outline.names) if "unfold" in name]
     assert found.costs.gradients[columns[-1] - 1] >= 9 * x.nbytes
 
 

@@ -163,8 +163,8 @@ def test_a_plan_is_made_once_for_each_kind_of_inputs(monkeypatch: pytest.MonkeyP
     made: list[Any] = []
     monkeypatch.setattr(
         checkpointing,
-        "Profile",
-        lambda *args, real=checkpointing.Profile: (made.append(1), real(*args))[1],
+        "least_memory",
+        lambda costs, real=checkpointing.least_memory: (made.append(1), real(costs))[1],
     )
     model = put_in_force(Residuals(), True)
     for size in (6, 6, 9, 6, 9):

@@ -32,6 +32,7 @@ from zoo.invocation import (
 )
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
+from zoo.policy.budget import BudgetPlanner
 from zoo.policy.options import Checkpoint, option_for, plan_or_option
 from zoo.profiling.cudnn_recurrent import flattened
 from zoo.profiling.fake_tensors import FakeTensorFixes
@@ -167,7 +168,7 @@ def _decided(
     try:
         with torch.enable_grad():
             outline = outline_of(model, on_meta, option.step.loss)
-            return option.plan_for(model, outline, on_meta.tensors)
+            return option.plan_for(BudgetPlanner(model, outline, on_meta.tensors))
     except TraceError:
         if checkpoint not in (None, True, "blocks"):
             raise
@@ -242,7 +243,7 @@ class CopiedStep:
 
     @contextlib.contextmanager
     def _by(self, plan: Plan | str | None) -> Iterator[None]:
-        """Has the copy trained by a plan inside the block, ready for a steady step."""
+        """Puts a plan in force on the copy inside the block, ready for a steady step."""
         # outside of the mode, since the optimizer is tried on real tensors
         attached = stepping_in_backward(self.model, self.optimizer if self.in_backward else None)
         with attached, self._modes():
@@ -296,7 +297,7 @@ def optimizer_of(
 def stepping_in_backward(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[None]:
-    """Has an optimizer, if any, step in the backward inside the block, and drops the gradients."""
+    """Moves an optimizer's step into the backwards of the block, and then drops the gradients."""
     handle = step_in_backward(model, optimizer) if optimizer is not None else None
     try:
         yield
@@ -308,7 +309,7 @@ def stepping_in_backward(
 
 
 def _is_of_module(loss: Any) -> bool:
-    """Says whether a loss is a module, or a method of one, which may be the model."""
+    """Returns whether a loss is a module, or a method of one, which may be the model."""
     while isinstance(loss, functools.partial):
         loss = loss.func
     return isinstance(getattr(loss, "__self__", loss), nn.Module)

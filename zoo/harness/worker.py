@@ -139,7 +139,7 @@ def _steps(training: Training, cell: Cell, batch: Batch) -> Result:
             lines.setdefault(line, []).append(number)
         found: Result = {
             "steps": {
-                "names": planner.names,
+                "names": planner.outline.names,
                 "blocks": planner.costs.blocks[steps],
                 "saved": planner.costs.newly_saved()[steps],
                 "lines": lines,

@@ -258,7 +258,7 @@ class StepLogger(KernelMode):
         kernel = kernel_of(func, effects, args, kwargs)
         # before it runs, since it may change its arguments in place
         starts_kernel = not (is_view(func) or func in FREE)
-        number = self._number_of(func, args, kwargs) if starts_kernel else -1
+        spec = KernelSpec.of(func, args, kwargs) if starts_kernel else None
         small = [tensor for tensor in inputs if _is_copied(tensor)]
         reads, copies = self.numbers_of(inputs), self.numbers_of(small)
         result = kernel(*args, **kwargs)
@@ -277,6 +277,7 @@ class StepLogger(KernelMode):
             for storage in reads:
                 self._note(Viewed(storage))
             return result
+        number, _ = self._kernels.setdefault(repr(spec), (len(self._kernels), spec))
         count = flop_formulas().get(getattr(func, "_overloadpacket", None))
         states = written if effects.dropping is not None else ()
         dtypes = (tensor.dtype for tensor in outputs if tensor.dtype.is_floating_point)
@@ -320,11 +321,6 @@ class StepLogger(KernelMode):
     def _leave_out(self, storage: Any) -> None:
         self._owned.append(storage)
         self._numbers[storage._cdata] = LEFT_OUT
-
-    def _number_of(self, func: Any, args: Any, kwargs: Any) -> int:
-        """Returns the number of a kernel's call."""
-        spec = KernelSpec.of(func, args, kwargs)
-        return self._kernels.setdefault(repr(spec), (len(self._kernels), spec))[0]
 
     def _note_constants(self, tensors: Iterable[Tensor]) -> None:
         """Notes tensors that neither the program made nor the model owns."""

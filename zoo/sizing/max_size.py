@@ -287,7 +287,7 @@ class _Search:
             measured_peak=None,
             plan=point.plan,
             predicted_time_ratio=point.time_ratio,
-            predicted_seconds=seconds * point.time_ratio if known.kernels_measured else None,
+            predicted_seconds=seconds * point.time_ratio if known.kernels else None,
         )
 
     def _refusal(self, ran_out: Largest | None, excess: int) -> BudgetError:
@@ -310,7 +310,7 @@ class _Search:
         text = (
             f"a training step of size {count * self.estimates.unit} needs at least "
             f"{exact_bytes(least)}{shown}; the budget is {exact_bytes(self.budget)}. "
-            f"{ways_out(least, others, planner.optimizer)}"
+            f"{ways_out(least, others, planner.optimizer_bytes)}"
         )
         if not self.estimates.optimizer_in_backward:
             other = self.estimates.in_backward().needed(count)

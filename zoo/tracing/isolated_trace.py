@@ -26,7 +26,7 @@ from zoo._torch import (
     replaced,
 )
 from zoo.engine.devices import count_as_seeded
-from zoo.engine.operator_effects import DROPOUT_STATE, Argument, effects_of, is_view
+from zoo.engine.operator_effects import DROPOUT_STATE, effects_of, is_view
 from zoo.engine.recording import KernelMode, thread
 from zoo.engine.saved_tensors import pack, unpack
 from zoo.engine.sharded import is_spread
@@ -365,7 +365,7 @@ class _Forward:
 
 @contextlib.contextmanager
 def on_fakes() -> Iterator[None]:
-    """Has kernels run on fake tensors, which no mode of the program sees."""
+    """Runs kernels of the block on fake tensors, which no mode of the program sees."""
     mode = active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
     with disable_current_modes(), mode, FakeTensorFixes(mode):
         yield
@@ -378,15 +378,6 @@ def caches_casts() -> bool:
 
 def _has_data(tensor: Tensor) -> bool:
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
-
-
-def _with_copies(args: Sequence[Any], written: Sequence[Argument]) -> list[Any]:
-    """Puts copies in the place of tensors that a kernel writes."""
-    places = {place for place, _ in written}
-    return [
-        one.clone() if place in places and one is not None else one
-        for place, one in enumerate(args)
-    ]
 
 
 class _Limits(KernelMode):
@@ -416,7 +407,8 @@ class _Limits(KernelMode):
             )
         effects = effects_of(func)
         if effects.dropping is not None:
-            args = _with_copies(args, effects.writes)
+            written = {place for place, _ in effects.writes if args[place] is not None}
+            args = [one.clone() if n in written else one for n, one in enumerate(args)]
         result = func(*args, **(kwargs or {}))
         if func is DROPOUT_STATE:
             self.dropout.add(result.device)

@@ -57,6 +57,7 @@ from zoo.invocation import InputSpec, Invocation, needs_gradients
 from zoo.models.model import Model
 from zoo.planner.plan import RoomyPlan
 from zoo.planner.schemes import SegmentsError
+from zoo.policy.budget import BudgetPlanner
 from zoo.policy.options import Option, has_lazy, warn_of_blocks
 from zoo.profiling.log_profile import Outline
 from zoo.profiling.progress import shown
@@ -410,7 +411,7 @@ class PatchedForward(Patch):
         return outputs
 
     def _watch(self, outputs: Any) -> None:
-        """Has the backward warn of outputs that the program holds, which the plan counts freed.
+        """Makes the backward warn of outputs that the program holds, which the plan counts freed.
 
         When the node that made an output runs, all that the loss saved of it is gone.
         """
@@ -516,8 +517,13 @@ class PatchedForward(Patch):
                 (one for one in self._like(spec) if one.branches),
                 key=lambda one: (spec.growth_over(one.spec) > 1, one.spec.elements),
             )
-            served = (Traces(one.spec, _with_room(one, spec)) for one in like)
-            traces = next((one for one in served if one.branches), Traces(spec))
+            traces = Traces(spec)
+            for other in like:
+                growth = spec.growth_over(other.spec)
+                roomy = [one for one in other.branches if growth <= min(one.room, SHARED)]
+                if roomy:
+                    traces = Traces(other.spec, roomy)
+                    break
             if like and not traces.branches and self._plannings(spec) >= MOST_PLANNINGS:
                 traces.branches = [*like[-1].branches]
         self.traces[spec] = traces
@@ -652,14 +658,8 @@ class PatchedForward(Patch):
     ) -> tuple[Outline, Sequence[RoomyPlan]]:
         module = self.module()
         outline = partition(module, trace, paths_of(module, self.patterns))
-        has_run = self.has_run
-        return outline, self.option.plans_for(module, outline, given.tensors, has_run=has_run)
-
-
-def _with_room(traces: Traces, spec: InputSpec) -> list[Script]:
-    """Returns the scripts of known inputs that have room for others."""
-    growth = spec.growth_over(traces.spec)
-    return [one for one in traces.branches if growth <= min(one.room, SHARED)]
+        step = BudgetPlanner(module, outline, given.tensors)
+        return outline, self.option.plans_for(step, has_run=self.has_run)
 
 
 def _warn_of_blocks_alone(_: Any) -> None:
