@@ -231,7 +231,7 @@ def watch_hooks_of_saved_tensors(
 ) -> None:
     """Makes torch call these where a program disables the hooks for saved tensors or adds to them.
 
-    torch refuses both where any hooks are set, and asks nobody. `before_disable` is called where
+    torch refuses both where any hooks are set. `before_disable` is called where
     the hooks are about to be disabled, as `torch.func.grad` does, `after_enable` where they were
     enabled again; `before_register` with what a saved tensor was packed to that is to have hooks of
     its own.
@@ -341,14 +341,14 @@ class _CompilerStandIn(types.ModuleType):
 
 
 class _Sources(types.ModuleType):
-    """Has a class of each name, as what the compiler calls sources, which nobody asks here."""
+    """In the place of what the compiler calls sources: any name is a class, which is never used."""
 
     def __getattr__(self, name: str) -> Any:
         return type(name, (), {"__init__": lambda *_, **__: None, "name": name})
 
 
 def leave_out_compiler() -> None:
-    """Has fake tensors not import the compiler, of which they read settings and names: a second.
+    """Keeps fake tensors from importing the compiler for its settings and names: a second.
 
     Only for a process of one thread that ends soon.
     """
@@ -394,7 +394,7 @@ def fake_of(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
 
 
 def _fills_a_storage(tensor: torch.Tensor) -> bool:
-    """Says whether a tensor is of torch's own classes, dense, and all that is in its storage."""
+    """Returns whether a tensor is of torch's own classes, dense, and all that is in its storage."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided

@@ -253,7 +253,7 @@ def check_step(model: nn.Module, what: str, loss: object = None) -> None:
 
 
 def nothing_trained(model: nn.Module) -> str:
-    """Says that a model has no training step."""
+    """Returns the sentence that a model has no training step."""
     return (
         f"the loss of this {type(model).__name__} depends on nothing that requires a gradient, so "
         "that it has no training step; unfreeze a parameter, pass inputs.requires_grad_(), or "
@@ -341,7 +341,7 @@ class _ZerosForMeta(TorchFunctionMode):
 
 
 def _shape(value: Any) -> str:
-    """Says what a value is: 'a tensor of shape (8, 5)', 'tuple (a tensor of shape (), dict)'."""
+    """Describes a value: 'a tensor of shape (8, 5)', 'tuple (a tensor of shape (), dict)'."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     parts = f" ({', '.join(map(_shape, value))})" if isinstance(value, tuple | list) else ""

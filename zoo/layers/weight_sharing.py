@@ -38,19 +38,19 @@ from zoo.layers.module_hooks import GLOBAL_HOOKS, is_hooked
 
 
 def is_eager() -> bool:
-    """Says whether no compiler, tracer, `torch.func` or forward-mode derivative is at work."""
+    """Returns whether no compiler, tracer, `torch.func` or forward-mode derivative is at work."""
     is_transformed = are_functorch_transforms_active() or forward_ad._current_level >= 0
     return not (torch.compiler.is_compiling() or is_tracing() or is_transformed)
 
 
 def is_first_order(gradient: Tensor) -> bool:
-    """Says whether the backward of this gradient is neither differentiated nor batched."""
+    """Returns whether the backward of this gradient is neither differentiated nor batched."""
     is_batched = is_legacy_batched(gradient) or are_functorch_transforms_active()
     return not torch.is_grad_enabled() and not is_batched
 
 
 def is_last_backward() -> bool:
-    """Says whether the current backward frees its graph, so that no other can follow."""
+    """Returns whether the current backward frees its graph, so that no other can follow."""
     return not is_graph_kept()
 
 

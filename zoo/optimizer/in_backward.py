@@ -96,7 +96,7 @@ class FreedGradient(Tensor):
         return found.to_sparse(self._sparse_axes) if self._sparse_axes else found
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """Says what it is, without numbers."""
+        """Returns shape and dtype, without numbers."""
         return f"FreedGradient({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
@@ -140,7 +140,7 @@ _ATTACHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "OptimizerInBackward":
-    """Has `optimizer` update each parameter of `model` in the backward and free its gradient.
+    """Makes `optimizer` update each parameter of `model` in the backward and free its gradient.
 
         optimizer = torch.optim.AdamW(model.parameters())
         zoo.optimizer_in_backward(model, optimizer)
@@ -246,7 +246,7 @@ class OptimizerInBackward:
         self.optimizer = optimizer
         # by id: to hold them would keep a model's frozen weights as long as the optimizer
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        # parameters updated since the last step, with what tells that nobody wrote them since
+        # parameters updated since the last step, and their versions then
         self._updated: dict[Tensor, list[Any]] = {}
         # parameters that this backward updates at its end
         self._waiting: dict[Tensor, None] = {}
@@ -309,7 +309,7 @@ class OptimizerInBackward:
             parameter.grad = None
 
     def remove(self) -> None:
-        """Has the optimizer step by itself again.
+        """Returns the step to the optimizer itself.
 
         Raises:
             OptimizerError: a backward raised, and `reset()` was not called.
@@ -363,7 +363,7 @@ class OptimizerInBackward:
         parameter.grad = FreedGradient(parameter, weakref.WeakMethod(self._before_zeros))
 
     def _versions(self, parameter: Tensor) -> list[Any]:
-        """Returns what is other where somebody has written a parameter or its state."""
+        """Returns what differs once a parameter or its state was written."""
         state = self.optimizer.state.get(parameter, {}).values()
         tensors = [(id(value), value._version) for value in state if isinstance(value, Tensor)]
         return [parameter._version, len(state), *tensors]
@@ -488,7 +488,7 @@ class OptimizerInBackward:
         )
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Has the optimizer's own step find the gradients that no backward has used."""
+        """Gives the optimizer's own step the gradients that no backward has used."""
         if self._is_stepping:
             return
         if any(value is not None for value in (*args[1:], *kwargs.values())):

@@ -160,7 +160,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _is_function(node: Any) -> bool:
-    """Says whether a node is of an `autograd.Function`."""
+    """Returns whether a node is of an `autograd.Function`."""
     return hasattr(node, "apply")
 
 

@@ -139,7 +139,7 @@ def result_by_rule(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> A
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Says whether a tensor is a strided fake without a constant of torch's own.
+    """Returns whether a tensor is a strided fake without a constant of torch's own.
 
     Complex ones may be conjugate, and their views negative, which a view does not show.
     """
@@ -153,7 +153,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _are_alike(tensors: Sequence[Tensor]) -> bool:
-    """Says whether tensors are dense, of one shape, stride, device and floating-point dtype."""
+    """Returns whether tensors are dense, of one shape, stride, device and floating-point dtype."""
     first = tensors[0]
     return (
         first.is_floating_point()

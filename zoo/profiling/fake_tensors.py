@@ -211,7 +211,7 @@ class FakeTensorFixes(KernelMode):
         return True
 
     def _knows(self, func: Any, tensors: Sequence[Tensor]) -> bool:
-        """Says whether a kernel is deterministic and gets known values."""
+        """Returns whether a kernel is deterministic and gets known values."""
         effects = effects_of(func)
         if effects.opaque or effects.seeded or effects.reshapes or effects.empty:
             return False
@@ -267,7 +267,7 @@ def _active() -> list[FakeTensorFixes]:
 
 @contextlib.contextmanager
 def _one_hot_replaced() -> Iterator[None]:
-    """Has `one_hot` call the kernels on fake tensors that it calls on real ones.
+    """Makes `one_hot` call the kernels on fake tensors that it calls on real ones.
 
     It is no kernel itself, so that no dispatch mode sees it, and torch has other ones for fakes.
     """

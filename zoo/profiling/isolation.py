@@ -70,7 +70,7 @@ def import_for_fakes() -> None:
 
 
 def can_fork() -> bool:
-    """Says whether this process can be forked; one that uses a device cannot."""
+    """Returns whether this process can be forked; one that uses a device cannot."""
     return hasattr(os, "fork") and not devices_in_use()
 
 
@@ -177,7 +177,7 @@ def _watch(watched: int, writer: int, answering: threading.Lock) -> None:
 
 
 def _waits_for_process(watched: int) -> bool:
-    """Says whether a thread waits for a process that it started, such as a compiler."""
+    """Returns whether a thread waits for a process that it started, such as a compiler."""
     frame = sys._current_frames().get(watched)
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] in STARTING:

@@ -104,7 +104,7 @@ def _like(optimizer: torch.optim.Optimizer, trained: Sequence[Tensor]) -> MakeOp
 
 
 def is_optimizer(value: object) -> bool:
-    """Says whether a value has what torch's optimizers have: a step, parameter groups, a state."""
+    """Returns whether a value has a step, parameter groups and a state, as torch's own have."""
     return (
         not isinstance(value, type)
         and callable(getattr(value, "step", None))

@@ -192,7 +192,7 @@ def line_of_frame(frame: FrameType | None) -> str:
 
 
 def is_differentiated(frame: FrameType | None) -> bool:
-    """Says whether the backward that contains a frame was called with `create_graph`."""
+    """Returns whether the backward that contains a frame was called with `create_graph`."""
     backward = next((caller for caller in _outward(frame) if caller.f_code in _BACKWARDS), None)
     return backward is not None and bool(_local(backward, "create_graph"))
 

@@ -406,14 +406,14 @@ def _parts(model: nn.Module) -> Iterator[str]:
 
 
 def _is_unit(module: nn.Module) -> bool:
-    """Says whether a module has children and a forward of its own."""
+    """Returns whether a module has children and a forward of its own."""
     # TorchScript's classes have a forward that only instances can look up
     forward = inspect.getattr_static(type(module), "forward")
     return bool(module._modules) and forward not in [row.forward for row in ROWS]
 
 
 def _holds_row(module: nn.Module) -> bool:
-    """Says whether a module contains a row of modules that might be blocks."""
+    """Returns whether a module contains a row of modules that might be blocks."""
     rows = (row for row in module.modules() if isinstance(row, ROWS))
     units = ([type(child) for child in row.children() if _is_unit(child)] for row in rows)
     return any(len(set(types)) < len(types) for types in units)

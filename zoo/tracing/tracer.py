@@ -146,7 +146,7 @@ class Tracer(KernelMode):
         """Ignores that a block ends."""
 
     def mark(self, blocks: Iterable[str]) -> None:
-        """Has each call of these modules of the model noted, for as long as the model lives.
+        """Marks modules of the model, whose calls are noted as long as the model lives.
 
         Those that a plan in force has marked, and compiled ones, stay as they are.
         """
@@ -320,7 +320,7 @@ def _instruction(frame: FrameType | None) -> list[tuple[int, int]]:
 
 @functools.cache
 def _is_question(operator: Any) -> bool:
-    """Says whether an operator is a query: it neither returns a tensor nor writes one."""
+    """Returns whether an operator is a query: it neither returns a tensor nor writes one."""
     effects = effects_of(operator)
     returns = any("Tensor" in str(result.type) for result in operator._schema.returns)
     return not (returns or effects.writes or effects.reshapes)
