@@ -32,8 +32,6 @@ try:
         FakeTensor,
         FakeTensorConverter,
         FakeTensorMode,
-        UnsupportedFakeTensorException,
-        UnsupportedOperatorException,
         in_kernel_invocation_manager as in_kernel_invocation,
         unset_fake_temporarily,
     )
@@ -43,7 +41,6 @@ try:
     from torch.utils._foreach_utils import (
         _get_foreach_kernels_supported_devices as devices_with_kernels_of_lists,
     )
-    from torch.utils._mode_utils import no_dispatch
     from torch.utils._python_dispatch import (
         TorchDispatchMode,
         _disable_current_modes as disable_current_modes,
@@ -362,48 +359,6 @@ def leave_out_compiler() -> None:
         return make(self, *args, **others | {"trace": False})
 
     FakeTensorConverter.from_real_tensor = made  # type: ignore[method-assign]
-
-
-def fake_of(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
-    """Returns the fake that a mode has for a tensor, made in a tenth of the time if it is plain.
-
-    It then has no `.grad` and none of the marks that torch leaves beside shape, type and class. One
-    of a meta tensor is on the CPU, whose kernels stand for those of any device.
-    """
-    memo = mode.fake_tensor_converter.meta_converter
-    place = torch.device("cpu") if tensor.is_meta else tensor.device
-    storage = None
-    if _fills_a_storage(tensor):
-        storage = memo.describer.get_storage_id(tensor.untyped_storage())
-    if storage is None or storage in memo.storage_memo:
-        fake = mode.from_tensor(tensor)
-        if tensor.is_meta and isinstance(fake, FakeTensor):
-            fake.fake_device = place
-        return fake
-    with no_dispatch():
-        shape, stride = tensor.shape, tensor.stride()
-        sizes = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
-        fake = FakeTensor(mode, sizes, place)
-    fake.requires_grad_(tensor.requires_grad)
-    if isinstance(tensor, torch.nn.Parameter):
-        fake._is_param = True
-    # by these the mode finds it for the tensor, and its storage for what lies in the tensor's
-    mode.fake_tensor_converter.set_tensor_memo(tensor, fake)
-    memo.storage_memo[storage] = fake.untyped_storage()
-    return fake
-
-
-def _fills_a_storage(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor is of torch's own classes, dense, and all that is in its storage."""
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
-        and tensor.is_leaf
-        and not (tensor.is_nested or tensor.is_quantized or tensor.is_inference())
-        and not (tensor._is_view() or tensor._is_zerotensor())
-        and not (tensor.is_conj() or tensor.is_neg())
-        and tensor.untyped_storage().nbytes() == tensor.nbytes
-    )
 
 
 def compiler_settings() -> Any:

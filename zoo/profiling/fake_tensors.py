@@ -30,7 +30,6 @@ from zoo._torch import (
     TorchDispatchMode,
     disable_current_modes,
     dispatch_modes,
-    fake_of,
     pytree,
     replaced,
     scoped_library,
@@ -196,7 +195,9 @@ class FakeTensorFixes(KernelMode):
         if isinstance(leaf, torch.device):
             return CPU if leaf.type == "meta" else leaf
         if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) and leaf.is_meta:
-            return fake_of(self.mode, leaf)
+            fake: Any = self.mode.from_tensor(leaf)
+            fake.fake_device = CPU
+            return fake
         return leaf
 
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
