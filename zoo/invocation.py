@@ -87,12 +87,6 @@ class Invocation:
         others = [function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return Invocation(*pytree.tree_unflatten(others, tree))
 
-    def at(self, device: torch.device) -> "Invocation":
-        """Returns fake tensors on a device for meta tensors, and any others as they are."""
-        if device.type == "meta":
-            return self
-        return self.map(lambda v: fake_at(FakeTensorMode(), v, device) if v.is_meta else v)
-
     def without_data(self) -> "Invocation":
         """Returns fake tensors on the same devices for the tensors, and nothing else."""
         mode = FakeTensorMode()

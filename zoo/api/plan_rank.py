@@ -270,7 +270,8 @@ class _Rank:
 def _hooked_as(spread: nn.Module, model: nn.Module) -> nn.Module:
     """Returns a copy that shares a model's tensors, with a hook wherever the spread model has one.
 
-    A module with hooks runs as a whole, so that they fire: the steps are those of a rank.
+    Language models call a decoder or an embedding that has hooks, where they compute the same by
+    other kernels without (`layers.weight_sharing`): so the steps are those of a rank.
     """
     hooked = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     for path, module in spread.named_modules():
