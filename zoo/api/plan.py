@@ -146,13 +146,15 @@ def planner_for(
         options |= {"counted": optimizer}
     else:
         options |= {"optimizer": maker_of(optimizer, model)}
-    given = Invocation.of(inputs)
+    invocation = Invocation.of(inputs)
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
-        shown(title_of(model, tuple(given.tensors))),
+        shown(title_of(model, tuple(invocation.tensors))),
     ):
-        planner = BudgetPlanner(model, outline_of(model, given, loss), given.tensors, **options)
+        planner = BudgetPlanner(
+            model, outline_of(model, invocation, loss), invocation.tensors, **options
+        )
         if not planner.profile.is_trained:
             raise ArgumentError(nothing_trained(model))
         return planner.measured() if measured else planner

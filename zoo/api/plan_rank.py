@@ -181,9 +181,9 @@ def plan_rank(
             "strategy='ddp' combines gradients after an optimizer in the backward has used them; "
             "choose 'fsdp2', or leave out optimizer_in_backward"
         )
-    given = model, Invocation.of(inputs), optimizer, loss or mean_of, spread
+    training = model, Invocation.of(inputs), optimizer, loss or mean_of, spread
     with random_state_restored(), _fake_group(world_size):
-        step = CopiedStep(*given, in_backward=optimizer_in_backward)
+        step = CopiedStep(*training, in_backward=optimizer_in_backward)
         planner = planner_for(
             _hooked_as(step.model, model),
             inputs,
@@ -208,7 +208,7 @@ def plan_rank(
         )
         if not optimizer_in_backward and name != "ddp":
             with contextlib.suppress(OptimizerError):
-                rank = _Rank(CopiedStep(*given, in_backward=True), planner, buckets)
+                rank = _Rank(CopiedStep(*training, in_backward=True), planner, buckets)
                 needed = rank.peak(plan)
                 text += only_in_backward(needed) if needed <= budget else ""
         raise BudgetError(f"{text}{planner.gaps}", budget, least, baseline)

@@ -47,7 +47,6 @@ from zoo.tracing.planned_forward import named_steps, option_of
 
 # see profiling.source_location
 IS_TRAINING_LOOP = True
-NO_LOSS = "the model returns no floating-point tensor; pass loss=, a function to a scalar of it"
 
 
 def track(
@@ -104,8 +103,8 @@ class Anatomy:
     def to_json(self) -> str:
         """Writes plan and timelines as JSON."""
         steps = {"baseline": self.baseline, "planned": self.planned}
-        found = {name: step and json.loads(step.to_json()) for name, step in steps.items()}
-        return json.dumps({"plan": self.plan, **found})
+        timelines = {name: step and json.loads(step.to_json()) for name, step in steps.items()}
+        return json.dumps({"plan": self.plan, **timelines})
 
 
 @shown("zoo.anatomy")
@@ -144,12 +143,12 @@ def anatomy(
         raise ArgumentError(
             f"device={device!r} is neither None nor 'meta'; the step runs where the model is"
         )
-    given = Invocation.of(inputs)
-    plan = _decided(model, given, checkpoint)
-    on_meta = any(tensor.is_meta for tensor in (*given.tensors, *model.parameters()))
+    invocation = Invocation.of(inputs)
+    plan = _decided(model, invocation, checkpoint)
+    on_meta = any(tensor.is_meta for tensor in (*invocation.tensors, *model.parameters()))
     options: Any = {"fake": device == "meta" or on_meta, "in_backward": optimizer_in_backward}
     with random_state_restored():
-        step = CopiedStep(model, given, optimizer, loss or mean_of, **options)
+        step = CopiedStep(model, invocation, optimizer, loss or mean_of, **options)
         plans = (None,) if plan is None else (plan, None)
         *planned, baseline = map(step.track, each("tracked steps", plans))
     by_plan = plan if isinstance(plan, Plan) else None
@@ -227,16 +226,16 @@ class CopiedStep:
         own = [p for p in self.model.parameters() if p.requires_grad]
         on_cpu = self.mode is None and all(parameter.device.type == "cpu" for parameter in own)
         with self._by(plan):
-            given: Any = {"inputs": self.inputs.tensors, "allocator": on_cpu}
-            with track(self.model, optimizer=self.optimizer, **given) as timeline:
+            options: Any = {"inputs": self.inputs.tensors, "allocator": on_cpu}
+            with track(self.model, optimizer=self.optimizer, **options) as timeline:
                 self._train()
         return timeline
 
     def peak(self, plan: Plan | None) -> int:
         """Returns the allocator's peak bytes in a real step by a plan, after another one."""
         with self._by(plan):
-            given = self.model, self.optimizer, self.inputs.tensors
-            return measure_step(self._train, *given).peak
+            arguments = self.model, self.optimizer, self.inputs.tensors
+            return measure_step(self._train, *arguments).peak
 
     def _train(self) -> None:
         train_step(self.model, self.inputs, self.loss, self.optimizer)
@@ -332,13 +331,23 @@ def mean_of(outputs: Any) -> Tensor:
     own = own_loss(outputs)
     if isinstance(own, Tensor) and own.numel() == 1:
         return own
-    found = tensors_in(outputs)
-    numbers = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in found)
-    floating = (tensor for tensor in numbers if tensor.is_floating_point())
-    means = [tensor.mean() if tensor.ndim else tensor for tensor in floating]
-    if not means:
-        raise ArgumentError(NO_LOSS)
+    means = [tensor.mean() if tensor.ndim else tensor for tensor in floating_in(outputs)]
     return sum(means[1:], means[0])
+
+
+def floating_in(outputs: Any) -> list[Tensor]:
+    """Returns the floating-point tensors among outputs, complex ones as pairs of numbers.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    tensors = (torch.view_as_real(t) if t.is_complex() else t for t in tensors_in(outputs))
+    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+    if not floating:
+        raise ArgumentError(
+            "the model returns no floating-point tensor; pass loss=, a function to a scalar of it"
+        )
+    return floating
 
 
 def _fakes(

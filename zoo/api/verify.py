@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from zoo._torch import DisableTorchDispatch
 from zoo.api.checkpoint import checkpoint as put_in_force, plan_of, uncheckpoint
-from zoo.api.track import NO_LOSS, optimizer_of, own_copy, train_step
+from zoo.api.track import floating_in, optimizer_of, own_copy, train_step
 from zoo.engine.devices import random_state_restored, read_streams, set_streams
 from zoo.engine.operands import without_fingerprints
 from zoo.engine.replay_check import OTHER_NUMBERS, checking
@@ -137,15 +137,11 @@ def weighted_sum(outputs: Any) -> Tensor:
     gradient, divided by the root of the number of elements.
     """
     parts: list[Tensor] = []
-    for tensor in tensors_in(outputs):
-        numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        if numbers.is_floating_point():
-            dtype = torch.promote_types(numbers.dtype, torch.float32)
-            weights = torch.arange(numbers.numel(), dtype=torch.float64).cos()
-            weights = weights.to(numbers.device, dtype) / max(numbers.numel(), 1) ** 0.5
-            parts.append((numbers.to(dtype).reshape(-1) * weights).sum())
-    if not parts:
-        raise ArgumentError(NO_LOSS)
+    for numbers in floating_in(outputs):
+        dtype = torch.promote_types(numbers.dtype, torch.float32)
+        weights = torch.arange(numbers.numel(), dtype=torch.float64).cos()
+        weights = weights.to(numbers.device, dtype) / max(numbers.numel(), 1) ** 0.5
+        parts.append((numbers.to(dtype).reshape(-1) * weights).sum())
     return sum((part.to(parts[0]) for part in parts[1:]), parts[0])
 
 

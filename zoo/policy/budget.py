@@ -151,9 +151,9 @@ class BudgetPlanner:
         if self.counted is not None:
             return self.counted
         kind = None if self.rated is None else self.rated.kind
-        given = self.optimizer, self.model.parameters(), self.optimizer_in_backward
+        arguments = self.optimizer, self.model.parameters(), self.optimizer_in_backward
         with shown("counting the optimizer's state"):
-            return optimizer_bytes(*given, kind, self.rounding)
+            return optimizer_bytes(*arguments, kind, self.rounding)
 
     @functools.cached_property
     def profile(self) -> Profile:
@@ -309,8 +309,8 @@ class BudgetPlanner:
                 text = f"interrupted; {len(best)} of the best plans of {self.title} were found"
                 raise Interrupted(text, self.frontier(best)) from None
 
-    def _best(self, found: Sequence[Any]) -> list[Point]:
-        results = dict(found)
+    def _best(self, simulated: Sequence[Any]) -> list[Point]:
+        results = dict(simulated)
         plans = dict.fromkeys(_loss_kept(plan, self.steps) for plan in results)
         points = [self._point(plan, result=results.get(plan)) for plan in plans]
         return falling(points, attrgetter("time_ratio", "peak"), attrgetter("peak"))[::-1]
@@ -322,8 +322,8 @@ class BudgetPlanner:
         They are chosen by activations alone, from the best nested plans and from plans that
         recompute single steps.
         """
-        found = optimal_planner().frontier(self.costs, each=each)
-        best = [_loss_kept(point.plan, self.steps) for point in found]
+        nested = optimal_planner().frontier(self.costs, each=each)
+        best = [_loss_kept(point.plan, self.steps) for point in nested]
         single = schemes.one_by_one(self.costs, self.steps)
         chosen = dict.fromkeys([self.baseline.plan, *thinned(best, MOST), *thinned(single, MOST)])
         shallow = (plan for plan in chosen if plan.depth() <= DEEPEST)

@@ -139,8 +139,8 @@ def _be_child(function: Callable[[], Any], writer: int) -> NoReturn:
         faulthandler.disable()
         logging.disable(logging.CRITICAL)
         nowhere = sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-        for place in (1, 2):
-            os.dup2(nowhere.fileno(), place)
+        for descriptor in (1, 2):
+            os.dup2(nowhere.fileno(), descriptor)
         # the threads of kernels exist only in the parent
         torch.set_num_threads(1)
         leave_out_compiler()

@@ -257,12 +257,12 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # no operation, and by far the most frequent call
         kwargs = kwargs or {}
-        given = tensors_in((args, kwargs))
-        if any(map(is_traceable_wrapper_subclass, given)):
+        arguments = tensors_in((args, kwargs))
+        if any(map(is_traceable_wrapper_subclass, arguments)):
             return NotImplemented  # operations on the wrapped tensors follow
         location = self._begin_operation(sys._getframe(1))
         # a replay's inputs may be the engine's own copies
-        for tensor in () if thread.replaying else given:
+        for tensor in () if thread.replaying else arguments:
             for storage in storages_of(tensor):
                 self._record(storage, tensor, location, resident=func is not LIFT)
         # by the dispatch keys of the program: autocast casts inside of some kernels
@@ -300,9 +300,9 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._categorize("gradients", [(self.names.get(id(parameter), ""), parameter.grad)])
 
     def _record_result(self, storage: Any, tensor: Tensor, location: Location) -> None:
-        known = self.alive.get(storage._cdata)
-        if known is not None and known.bytes != storage.nbytes():
-            self._freed(storage._cdata, known)  # resizing makes a new allocation
+        lifetime = self.alive.get(storage._cdata)
+        if lifetime is not None and lifetime.bytes != storage.nbytes():
+            self._freed(storage._cdata, lifetime)  # resizing makes a new allocation
         self._record(storage, tensor, location)
 
     def _categorize(self, category: str, named: Iterable[tuple[str, Tensor | None]]) -> None:

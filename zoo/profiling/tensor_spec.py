@@ -113,11 +113,11 @@ class KernelSpec(NamedTuple):
         if any(tensor.layout is not torch.strided for tensor in tensors):
             return None
         specs = iter(_of_arguments(tensors))
-        for place, leaf in enumerate(leaves):
+        for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                leaves[place] = next(specs)
+                leaves[index] = next(specs)
             elif isinstance(leaf, torch.Generator):
-                leaves[place] = None
+                leaves[index] = None
             elif not isinstance(leaf, CONSTANTS):
                 return None
         return cls(str(operator), tuple(leaves), tree)

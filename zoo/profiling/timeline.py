@@ -368,10 +368,10 @@ def _snapshot(allocations: Sequence[Allocation]) -> dict[str, Any]:
         blocks.append({"address": address, **sizes, "state": state, "frames": frames})
         address += a.bytes
     active = sum(a.bytes for a in allocations if a.end is None)
-    place = {"device": 0, "address": 0, "stream": 0, "segment_type": "large"}
+    segment = {"device": 0, "address": 0, "stream": 0, "segment_type": "large"}
     sizes = {"total_size": address, "allocated_size": active, "active_size": active}
     trace = [event for _, event in sorted(events, key=operator.itemgetter(0))]
-    return {"segments": [{**place, **sizes, "blocks": blocks}], "device_traces": [trace]}
+    return {"segments": [{**segment, **sizes, "blocks": blocks}], "device_traces": [trace]}
 
 
 def _rows(names: Iterable[str], columns: Sequence[Mapping[str, int]]) -> Rows:
@@ -417,8 +417,8 @@ def _timeline(values: Any) -> Timeline:
     for point in (point for a in allocations for point in (a.start, a.end or 0)):
         if not 0 <= point <= length:
             raise ValueError(f"an allocation is at point {point}, but its length is {length}")
-    given = stored.title, stored.device, length, stored.allocator, stored.error
-    return Timeline(*given, phases, allocations, stored.reserved_peak)
+    leading = stored.title, stored.device, length, stored.allocator, stored.error
+    return Timeline(*leading, phases, allocations, stored.reserved_peak)
 
 
 def _lines(rows: Rows) -> str:

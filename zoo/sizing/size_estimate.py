@@ -122,7 +122,7 @@ class SizeEstimates:
             self, optimizer_in_backward=True, optimizer_bytes=None, planners={}, needs={}
         )
 
-    def known(self, count: int) -> BudgetPlanner:
+    def planner_of(self, count: int) -> BudgetPlanner:
         """Returns the costs of a size; raises what the model raised if it takes no such size."""
         planner = self.trace(count)
         if planner is None:
