@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import distributed, nn
-from torch.nn.parameter import is_lazy
 
 from zoo._torch import active_fake_mode, is_profiling
 from zoo.engine.devices import name_of
@@ -339,12 +338,6 @@ class Option:
         return planner.plans_with_room(report.budget)
 
 
-def warn_of_blocks(model: nn.Module, error: Exception) -> None:
-    """Warns that a model whose training has begun goes on block by block."""
-    what = "%s runs block by block: its forward cannot be planned for (%s)"
-    _log.warning(what, type(model).__name__, error)
-
-
 def _is_elsewhere(made_for: str, model: nn.Module) -> bool:
     """Returns whether a model is on another device than its plan was made for."""
     kind = device_of(model).type
@@ -367,11 +360,6 @@ def _warn_of_device(made_for: str, here: str) -> None:
         made_for,
         here,
     )
-
-
-def has_lazy(model: nn.Module) -> bool:
-    """Returns whether a model has lazy parameters or buffers without a size."""
-    return any(map(is_lazy, (*model.parameters(), *model.buffers())))
 
 
 def _with_optimizer_in_backward(step: BudgetPlanner) -> BudgetPlanner:

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from zoo._torch import (
     active_fake_mode,
@@ -58,7 +59,7 @@ from zoo.models.model import Model
 from zoo.planner.plan import RoomyPlan
 from zoo.planner.schemes import SegmentsError
 from zoo.policy.budget import BudgetPlanner
-from zoo.policy.options import Option, has_lazy, warn_of_blocks
+from zoo.policy.options import Option
 from zoo.profiling.log_profile import Outline
 from zoo.profiling.progress import shown
 from zoo.profiling.tensor_spec import tensors_held_by
@@ -434,9 +435,11 @@ class PatchedForward(Patch):
     def _run_planned(self, given: Invocation, forward: Callable[..., Any], is_copy: bool) -> Any:
         spec = self._spec(given)
         traces = self._traces_for(spec)
-        if (not traces.branches or traces.strayed) and has_lazy(self.module()):
-            # block by block: this forward gives lazy parameters their sizes
-            return Conductor([]).run(lambda: given.on(forward))
+        if not traces.branches or traces.strayed:
+            module = self.module()
+            if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
+                # block by block: this forward gives lazy parameters their sizes
+                return Conductor([]).run(lambda: given.on(forward))
         if self._is_to_be_planned(traces, spec):
             if traces.stray is not None:
                 self._plan_stray(spec, traces)
@@ -578,7 +581,8 @@ class PatchedForward(Patch):
     def _go_by_blocks(self, traces: Traces, error: Exception) -> None:
         """Warns that inputs of this kind run block by block from now on."""
         self.latest, traces.can_be_planned = None, False
-        warn_of_blocks(self.module(), error)
+        text = "%s runs block by block: its forward cannot be planned for (%s)"
+        _log.warning(text, self.notices.name, error)
 
     def _is_planned_ahead(self) -> bool:
         """Returns whether the first forward is traced ahead, so that it runs by a plan, too.
