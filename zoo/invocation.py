@@ -79,7 +79,10 @@ class Invocation:
         except (ZooError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise _refused(model, self, error) from error
+            raise ArgumentError(
+                f"{type(model).__name__} does not take these inputs: {in_a_line(error, LONGEST)}"
+                f"{sizes_hint(self)}"
+            ) from error
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Invocation":
         """Returns the same arguments with other tensors."""
@@ -199,13 +202,6 @@ def sizes_hint(given: Invocation) -> str:
     return (
         ". These inputs are whole numbers; for a tensor of this shape pass "
         f"torch.empty({shape}, device='meta')"
-    )
-
-
-def _refused(model: nn.Module, given: Invocation, error: Exception) -> ArgumentError:
-    said = in_a_line(error, LONGEST)
-    return ArgumentError(
-        f"{type(model).__name__} does not take these inputs: {said}{sizes_hint(given)}"
     )
 
 

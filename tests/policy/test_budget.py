@@ -34,6 +34,7 @@ from zoo.planner.plan import Plan
 from zoo.policy.budget import BudgetPlanner, parse_budget, parse_overhead
 from zoo.policy.plan_report import FixedBytes, PlanReport
 from zoo.profiling.caching_allocator import BLOCK, rounded_up
+from zoo.profiling.kernel_costs import KernelCosts
 from zoo.profiling.peak_memory import measure_step, resident_bytes, trace
 from zoo.tracing.planned_forward import option_of
 
@@ -1062,3 +1063,13 @@ def test_targets_may_be_on_meta() -> None:
     assert meta.flops == real.flops
     assert (meta.forward[:-1], meta.gradients) == (real.forward[:-1], real.gradients)
     assert 0 <= meta.forward[-1] - real.forward[-1] <= targets.nbytes
+
+
+def test_other_kernels_make_another_planner_and_leave_the_first() -> None:
+    first = planner_for(Residuals(), images(), optimizer=sgd, device="small-cpu")
+    peak, seconds = first.baseline.peak, sum(first.costs.seconds)
+    slow = first.with_kernels([KernelCosts(1.0, 1 << 20)] * len(first.profile.specs))
+    assert slow.baseline.peak > peak
+    assert sum(slow.costs.seconds) > seconds
+    assert (first.kernels, first.baseline.peak, sum(first.costs.seconds)) == ((), peak, seconds)
+    assert slow.optimizer_bytes is first.optimizer_bytes, "it is counted once"
