@@ -344,8 +344,8 @@ def _flat_weights(mode: FakeTensorMode, weights: Sequence[Tensor], network: Netw
     torch 2.11 looks for it by addresses, which fake tensors lack, and makes a fake of the buffer
     for each weight that is one.
     """
-    places = [*itertools.chain.from_iterable(network.offsets)]
-    if [weight.storage_offset() for weight in weights] != places:
+    offsets = [*itertools.chain.from_iterable(network.offsets)]
+    if [weight.storage_offset() for weight in weights] != offsets:
         return None
     whole = max(weights, key=lambda weight: weight.untyped_storage().nbytes())
     return _view(mode, _aten.as_strided.default, (whole, (network.weights,), (1,), 0), {})
@@ -371,13 +371,13 @@ def _weights_in(
     mode: FakeTensorMode, flat: Tensor, network: Network, weights: Sequence[Tensor]
 ) -> list[Tensor]:
     """Returns tensors like weights in a new flat buffer; without biases in memory of their own."""
-    places = list(itertools.chain.from_iterable(network.offsets))
-    pairs = list(zip(weights, places, strict=False))
-    if len(places) != len(weights):
+    offsets = list(itertools.chain.from_iterable(network.offsets))
+    pairs = list(zip(weights, offsets, strict=False))
+    if len(offsets) != len(weights):
         return [_contiguous(mode, one.shape, one.dtype, one.device) for one in weights]
     with DisableTorchDispatch():
         whole = torch.empty(flat.shape, dtype=flat.dtype, device="meta")
-        parts = [whole.as_strided(one.shape, one.stride(), place).detach() for one, place in pairs]
+        parts = [whole.as_strided(w.shape, w.stride(), start).detach() for w, start in pairs]
     return [FakeTensor(mode, part, flat.device) for part in parts]
 
 
@@ -388,9 +388,9 @@ def _flatten(mode: FakeTensorMode, weights: Sequence[Tensor], stride: int, *sett
     network = Network.flattened(weights[0].dtype, *settings)
     flat = _contiguous(mode, (network.weights,), weights[0].dtype, weights[0].device)
     # without biases the parameters are every second ones, and a projection
-    kept = [places if stride > 3 else [*places[:2], *places[4:]] for places in network.offsets]
-    for weight, place in zip(weights, itertools.chain.from_iterable(kept), strict=True):
-        _set_storage(mode, weight, flat.untyped_storage(), place, weight.shape)
+    kept = [own if stride > 3 else [*own[:2], *own[4:]] for own in network.offsets]
+    for weight, offset in zip(weights, itertools.chain.from_iterable(kept), strict=True):
+        _set_storage(mode, weight, flat.untyped_storage(), offset, weight.shape)
     return flat
 
 

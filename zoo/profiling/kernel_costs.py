@@ -263,7 +263,7 @@ def _on_cpu(specs: Sequence[KernelSpec], _: torch.device, timed: bool) -> list[K
         times = [_run_between_marks(spec) for spec in each("running kernels", specs)]
     sizes = [size for *_, size in events]
     # not by the clock: that of the events may be some microseconds off
-    marks = (place for place, size in enumerate(sizes) if size == MARK)
+    marks = (index for index, size in enumerate(sizes) if size == MARK)
     costs: list[KernelCosts | None] = []
     for spec, found, first, last in zip(specs, times, marks, marks, strict=True):
         if found is None:

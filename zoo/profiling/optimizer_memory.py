@@ -78,9 +78,9 @@ def maker_of(option: Any, model: nn.Module | None = None) -> MakeOptimizer | Non
 
 def _like(optimizer: torch.optim.Optimizer, trained: Sequence[Tensor]) -> MakeOptimizer:
     """Returns what makes optimizers like this one, for parameters in the order of `trained`."""
-    places = {id(parameter): place for place, parameter in enumerate(trained)}
+    positions = {id(parameter): position for position, parameter in enumerate(trained)}
     groups = [
-        (group, [places.get(id(p), -1) for p in group["params"] if p.requires_grad])
+        (group, [positions.get(id(p), -1) for p in group["params"] if p.requires_grad])
         for group in optimizer.param_groups
     ]
     if count := sum(known.count(-1) for _, known in groups):
@@ -94,7 +94,7 @@ def _like(optimizer: torch.optim.Optimizer, trained: Sequence[Tensor]) -> MakeOp
         return optimizer_like(
             optimizer,
             [
-                {**group, "params": [parameters[place] for place in known]}
+                {**group, "params": [parameters[position] for position in known]}
                 for group, known in groups
                 if known
             ],

@@ -220,7 +220,7 @@ class Tracer(KernelMode):
         if (
             views
             and [(call.operator, call.index, call.line) for call in calls]
-            == [(name, start + place, line) for place, name in enumerate(reversed(views))]
+            == [(name, start + number, line) for number, name in enumerate(reversed(views))]
             and not any(
                 made() is not None for results in self._results[-len(views) :] for made in results
             )
