@@ -15,6 +15,8 @@ from zoo._torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    Operator,
+    PyTree,
     pytree,
 )
 from zoo.errors import LONGEST, ArgumentError, ZooError, in_a_line, shortened
@@ -51,7 +53,7 @@ class Invocation:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, inputs: Any) -> "Invocation":
+    def of(cls, inputs: PyTree) -> "Invocation":
         """Reads a tensor, a tuple or list of arguments, or a mapping of keyword arguments.
 
         Raises:
@@ -68,11 +70,11 @@ class Invocation:
             f"got {type(inputs).__name__}"
         )
 
-    def on(self, model: Callable[..., Any]) -> Any:
+    def on(self, model: Callable[..., PyTree]) -> PyTree:
         """Calls a model and returns what it returns."""
         return model(*self.args, **self.kwargs)
 
-    def taken_by(self, model: nn.Module) -> Any:
+    def taken_by(self, model: nn.Module) -> PyTree:
         """Calls a model; what it raises becomes ArgumentError, but for zoo's and lack of memory."""
         try:
             return self.on(model)
@@ -189,7 +191,7 @@ def needs_gradients(model: nn.Module, given: Invocation) -> bool:
     return trained or any(tensor.requires_grad for tensor in given.tensors)
 
 
-def _leaf_spec(leaf: Any) -> Any:
+def _leaf_spec(leaf: PyTree) -> PyTree:
     if isinstance(leaf, Tensor):
         # of devices of a type each rank has another, and all agree on a plan
         return leaf.dtype, leaf.device.type, leaf.requires_grad, leaf.layout
@@ -281,7 +283,7 @@ def with_loss_errors(loss: Loss, device: torch.device) -> Loss:
     """
     name = _name(loss)
 
-    def explained_loss(outputs: Any) -> Tensor:
+    def explained_loss(outputs: PyTree) -> Tensor:
         targets = _ZerosForMeta(device)
         try:
             with targets:
@@ -326,7 +328,9 @@ class _ZerosForMeta(TorchFunctionMode):
         # a tensor stays alive beside its zeros, so that no other gets its id
         self.zeros: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Operator, types: Any, args: Any = (), kwargs: Any = None
+    ) -> PyTree:
         if self.device.type != "meta":
             args, kwargs = pytree.tree_map_only(Tensor, self._zeros, (args, kwargs))
         return func(*args, **(kwargs or {}))
@@ -356,6 +360,6 @@ def title_of(model: nn.Module, inputs: Iterable[Tensor]) -> str:
     return f"{type(model).__name__}{mode} on {', '.join(shapes[:MOST_SHAPES])}{more}"
 
 
-def own_loss(outputs: Any) -> Any:
+def own_loss(outputs: PyTree) -> PyTree:
     """Returns the loss among named outputs, where transformers put it for labels; None if none."""
     return outputs.get("loss") if isinstance(outputs, Mapping) else None

@@ -14,16 +14,17 @@ with it each write and each draw of random numbers, so that there is none in a s
 import functools
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter
 
-from zoo._torch import FakeTensor, no_graph_error, pytree
-from zoo.engine.operator_effects import effects_of
-from zoo.engine.recording import KernelMode, statistics_of, storage_of, written_by
+from zoo._torch import Args, FakeTensor, Kwargs, Operator, PyTree, no_graph_error, pytree
+from zoo.engine.operator_effects import effects_of, statistics_of, written_by
+from zoo.engine.recorder import KernelMode
+from zoo.engine.tensor_state import storage_of
 from zoo.errors import RecomputeError, in_a_line
 
 _log = logging.getLogger("zoo")
@@ -68,7 +69,7 @@ def _warn(text: str) -> None:
 
 
 @functools.cache
-def _error_class() -> Any:
+def _error_class() -> PyTree:
     return type("CompiledSegmentError", (RecomputeError, no_graph_error()), {})
 
 
@@ -118,7 +119,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _alias(value: Any) -> Any:
+def _alias(value: Any) -> PyTree:
     """Returns a tensor of the same memory whose geometry may be changed."""
     if not isinstance(value, Tensor):
         return value
@@ -140,7 +141,7 @@ class _Watch(KernelMode):
     """Sees which memory kernels read and write, inside of segments and after."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         # held, so that no other comes to lie where one was freed; and when each was seen first
         self._storages: dict[int, tuple[Any, int]] = {}
         self.written: set[int] = set()
@@ -160,7 +161,9 @@ class _Watch(KernelMode):
             self._storages.setdefault(id(storage), (storage, len(self._storages)))
         return {id(storage) for storage in storages}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
         """Runs a kernel and notes what it reads and writes."""
         kwargs = kwargs or {}
         effects = effects_of(func)
@@ -199,7 +202,7 @@ class _Run(Interpreter):
         super().__init__(graph)
         self._watch = watch
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def call_function(self, target: Any, args: Args, kwargs: Kwargs) -> PyTree:
         """Calls a function, or runs a segment as a graph in the graph."""
         if target is not torch.ops.higher_order.tag_activation_checkpoint:
             return super().call_function(target, args, kwargs)

@@ -19,14 +19,14 @@ import functools
 import operator
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeGuard
 
 import torch
 from torch import Generator, Tensor
 from torch.autograd.profiler import profile
 
-from zoo._torch import DisableTorchDispatch, has_expandable_segments, is_profiling
+from zoo._torch import Args, DisableTorchDispatch, Kwargs, has_expandable_segments, is_profiling
 from zoo.errors import ArgumentError, nearest
 
 # bytes of a state of the CPU's generator, and of what stands before and behind its words
@@ -330,7 +330,7 @@ def _is_packable() -> bool:
 Kept = list[tuple[RandomStream, PackedState]]
 
 
-def draws_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Draws | None:
+def draws_of(args: Args, kwargs: Kwargs) -> Draws | None:
     """Returns the state of each stream that a kernel may draw from; None if one is unknown."""
     values = (*args, *kwargs.values())
     given: list[RandomStream] = [value for value in values if isinstance(value, Generator)]
@@ -342,20 +342,12 @@ def draws_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Draws | None:
     return states if len(states) == len(found) else None
 
 
-def _devices(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[torch.device]:
+def _devices(args: Args, kwargs: Kwargs) -> Iterable[torch.device]:
     values = [*args, *kwargs.values()]
     parts = [part for value in values if isinstance(value, (list, tuple)) for part in value]
     found = {value.device for value in (*values, *parts) if isinstance(value, Tensor)}
     found |= {value for value in values if isinstance(value, torch.device)}
     return found or {torch.get_default_device()}
-
-
-class LastDraw(NamedTuple):
-    """The last recorded kernel that drew from a stream, and the state that it left."""
-
-    stream: RandomStream
-    node: Any
-    state: Tensor
 
 
 def is_same_state(one: Tensor, other: Tensor) -> bool:

@@ -21,14 +21,19 @@ import operator
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Self, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.autograd import forward_ad
 
 from zoo._torch import (
+    Args,
+    Kwargs,
+    Operator,
+    PyTree,
     are_functorch_transforms_active,
     are_saved_tensors_hooks_enabled,
     dispatch_modes,
@@ -36,20 +41,18 @@ from zoo._torch import (
     sequence_number,
     top_saved_tensors_hooks,
 )
-from zoo.engine.operands import Outside, alive, has_own_storage, parts_of
+from zoo.engine.operands import External
 from zoo.engine.operator_effects import makes_dropout_state
 from zoo.engine.recompute import HOOKS, leave_hooks, records
-from zoo.engine.recording import (
-    Recorder,
-    Segment,
-    hold_readers,
-    storage_of,
-    thread,
-)
+from zoo.engine.recorder import Recorder
 from zoo.engine.replay import without_modes
-from zoo.engine.saved_tensors import Handle, prune
+from zoo.engine.saved_tensors import prune
+from zoo.engine.segments import Handle, Segment, thread
+from zoo.engine.storages import hold_readers
+from zoo.engine.tensor_state import alive, has_own_storage, parts_of, storage_of
 from zoo.planner.plan import Item, Plan
 
+T = TypeVar("T")
 # numbers of the segments around a kernel, the outermost first
 Path = tuple[int, ...]
 # operators that return less than this part of the mean do not decide whether a plan has room
@@ -71,7 +74,7 @@ class Script:
         room: how many times as much each may return under this plan.
     """
 
-    operators: Sequence[Any]
+    operators: Sequence[Operator]
     boundaries: Sequence[int]
     plan: Plan
     visits: dict[Visit, int]
@@ -85,9 +88,9 @@ class Script:
         self.total = sum(self.limits)
         # the segments around each step, by the place of its first operator
         paths = _paths(self.plan, (), itertools.count())
-        self.turns = dict(zip(self.boundaries, paths, strict=False))
+        self.switches = dict(zip(self.boundaries, paths, strict=False))
 
-    def serves(self, operators: Sequence[Any], sizes: Mapping[int, int]) -> bool:
+    def serves(self, operators: Sequence[Operator], sizes: Mapping[int, int]) -> bool:
         """Returns whether a forward may go by the plan that began with these operators.
 
         `sizes` has bytes that they returned, by their places.
@@ -99,18 +102,18 @@ class Script:
 
     def path_at(self, place: int) -> Path:
         """Returns the segments around an operator."""
-        return self.turns[self.boundaries[bisect.bisect_right(self.boundaries, place) - 1]]
+        return self.switches[self.boundaries[bisect.bisect_right(self.boundaries, place) - 1]]
 
 
 def fastest(
-    scripts: Iterable[Script], operators: Sequence[Any], sizes: Mapping[int, int]
+    scripts: Iterable[Script], operators: Sequence[Operator], sizes: Mapping[int, int]
 ) -> Script | None:
     """Returns the script of least room that serves a forward; None if none does."""
     by_room = sorted(scripts, key=lambda script: script.total)
     return next((script for script in by_room if script.serves(operators, sizes)), None)
 
 
-def bytes_returned(result: Any) -> int:
+def bytes_returned(result: PyTree) -> int:
     """Returns the bytes of the tensors that an operator returned."""
     if isinstance(result, Tensor):
         return result.numel() * result.itemsize
@@ -126,7 +129,7 @@ def _paths(items: Sequence[Item], around: Path, numbers: Iterator[int]) -> Itera
             yield from _paths(item, (*around, next(numbers)), numbers)
 
 
-class Conductor(Recorder):  # type: ignore[no-untyped-call]
+class Conductor(Recorder):
     """Opens and closes segments between the kernels of one forward.
 
     It goes by the first of some scripts until the operators, or their sizes, are those of another.
@@ -141,34 +144,38 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         hooks: for tensors that autograd saves: those of the engine, or others around them.
     """
 
-    def __init__(self, scripts: Sequence[Script], hooks: Any = HOOKS) -> None:
-        super().__init__(None)
+    def __init__(
+        self, scripts: Sequence[Script], hooks: AbstractContextManager[object] = HOOKS
+    ) -> None:
+        super().__init__()
         self.hooks = hooks
         self.scripts = scripts
         self.script = scripts[0] if scripts else None
         self.synchronized, self.lost = bool(scripts), not scripts
         self.outgrown, self.sizes = False, dict[int, int]()
         self._is_limited = any(script.room < math.inf for script in scripts)
-        self.operators: list[Any] = []
+        self.operators: list[Operator] = []
         self.visits: dict[Visit, int] = {}
         # the next operator, the segments around the one before, and the blocks that run
         self.place, self.path, self.depth = 0, Path(), 0
         self._counts: Counter[str] = Counter()
         # by the ids of storages what closed segments read and saved of them
-        self._readers: defaultdict[int, list[weakref.ref[Outside]]] = defaultdict(list)
+        self._readers: defaultdict[int, list[weakref.ref[External]]] = defaultdict(list)
         self._saved: defaultdict[int, list[weakref.ref[Handle]]] = defaultdict(list)
         self._sequence = -1
         # the arguments of a turn that waits for the forward's own thread
         self._waiting: tuple[Path, bool] | None = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
         """Runs a kernel, in the segment that it belongs to."""
         # fake tensors dispatch looks at what they are, which no real one does
         is_look = getattr(func, "namespace", "") == "prim"
         if is_look or thread.replaying or not all(map(has_own_storage, types)):
             return super().__torch_dispatch__(func, types, args, kwargs)
         # what one forward does and the next does not is in no script
-        is_counted = not makes_dropout_state(func, args, kwargs)
+        is_counted = not makes_dropout_state(func, args, kwargs or {})
         if is_counted:
             self._advance(func)
         out = super().__torch_dispatch__(func, types, args, kwargs)
@@ -189,19 +196,18 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
             self._keep_late(tensor, storage)
         for part in parts_of(tensor):
             self._keep_late(part, part.untyped_storage())
-        if self.recording is not None:
-            super().before_write(tensor)
+        super().before_write(tensor)
 
-    def _keep_late(self, tensor: Tensor, storage: Any) -> None:
+    def _keep_late(self, tensor: Tensor, storage: UntypedStorage) -> None:
         """Keeps what closed segments read and saved of a storage that is about to be written."""
         for handle in alive(self._saved.pop(id(storage), ())):
             if handle.value.home() is storage:
-                without_modes(handle.lose, storage)
+                without_modes(handle.mark_external, storage)
         readers = alive(self._readers.pop(id(storage), ()))
-        readers = [reader for reader in readers if reader.home and reader.home() is storage]
+        readers = [reader for reader in readers if reader.home() is storage]
         hold_readers(readers, storage, tensor)
 
-    def _advance(self, func: Any) -> None:
+    def _advance(self, func: Operator) -> None:
         """Counts an operator, and turns to the segments that it belongs to."""
         place, script = self.place, self.script
         self.place = place + 1
@@ -210,28 +216,28 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         elif self.synchronized:
             is_other = place >= len(script.operators) or script.operators[place] is not func
             if is_other or self.outgrown:
-                self._stray([*script.operators[:place], func])
-            elif place in script.turns:
-                self._turn(script.turns[place])
+                self._switch_scripts([*script.operators[:place], func])
+            elif place in script.switches:
+                self._switch_segments(script.switches[place])
         if self._waiting is not None:
-            self._turn(*self._waiting)
+            self._switch_segments(*self._waiting)
 
-    def _measure(self, result: Any) -> None:
+    def _measure(self, result: PyTree) -> None:
         """Notes what an operator returned; from the next one on a script with room is needed."""
         place = self.place - 1
         self.sizes[place] = size = bytes_returned(result)
         if self.script is not None and size > self.script.limits[place]:
             self.outgrown = True
 
-    def _stray(self, operators: Sequence[Any]) -> None:
+    def _switch_scripts(self, operators: Sequence[Operator]) -> None:
         """Goes on by another script that serves these operators; where there is none, by blocks."""
         script = fastest(self.scripts, operators, self.sizes)
         if script is not None:
             self.script, self.outgrown = script, False
-            self._turn(script.path_at(self.place - 1), fresh=True)
+            self._switch_segments(script.path_at(self.place - 1), fresh=True)
             return
         self.synchronized, self.lost = False, True
-        self._turn((-1,) if self.depth else ())
+        self._switch_segments((-1,) if self.depth else ())
 
     def enter(self, block: str) -> None:
         """Is told that a block of the model begins."""
@@ -245,17 +251,17 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
             is_elsewhere = known != self.place or not self.synchronized
             if known is not None and is_elsewhere and not self.outgrown:
                 self.place, self.synchronized = known, True
-                self._turn(self.script.path_at(known), fresh=True)
+                self._switch_segments(self.script.path_at(known), fresh=True)
         if not self.synchronized:
-            self._turn((-1,), fresh=True)
+            self._switch_segments((-1,), fresh=True)
 
     def leave(self) -> None:
         """Is told that a block of the model ends."""
         self.depth -= 1
         if not self.synchronized:
-            self._turn(())
+            self._switch_segments(())
 
-    def _turn(self, path: Path, fresh: bool = False) -> None:
+    def _switch_segments(self, path: Path, fresh: bool = False) -> None:
         """Closes and opens segments until those of a path are open; all of them anew if fresh.
 
         A backward inside of the forward runs on a thread of the device, which has the modes of the
@@ -279,7 +285,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
             for handle in pending:
                 handle.move_to(thread.segment)
         self.path = path
-        self.recording = thread.segment and thread.segment.recording
+        self.recording = None if thread.segment is None else thread.segment.recording
 
     def _close(self) -> None:
         """Closes the innermost segment."""
@@ -287,7 +293,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         assert part is not None, "a path has a segment for each number"
         part.end, thread.segment = part.recording.count, part.parent
         if part.parent is None:
-            read = [found for found in part.recording.outside if found.is_read and found.home]
+            read = [one for one in part.recording.storages.externals if one.is_read]
             prune(part)
             for found in read:
                 if (home := found.home()) is not None:
@@ -307,7 +313,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         handles = [one for one in thread.segment.living() if one.sequence > self._sequence]
         return [handle for handle in handles if handle.original() is not None]
 
-    def run(self, function: Callable[[], Any]) -> Any:
+    def run(self, function: Callable[[], T]) -> T:
         """Runs a forward; whatever interrupts it, and where, the thread is left as it was."""
         try:
             with self:
@@ -315,15 +321,15 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
         finally:
             self._leave()
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         thread.conductor = self
-        found = super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         self.hooks.__enter__()
         if self.script is not None:
-            self._turn(self.script.turns.get(0, ()))
-        return found
+            self._switch_segments(self.script.switches.get(0, ()))
+        return self
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._leave()
 
     def _leave(self) -> None:
@@ -332,7 +338,7 @@ class Conductor(Recorder):  # type: ignore[no-untyped-call]
             return
         leave_hooks()
         if self in dispatch_modes():
-            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            super().__exit__(None, None, None)
         self.recording = None
         # not by the path, which is not that of the segments where a turn was interrupted
         while thread.segment is not None:

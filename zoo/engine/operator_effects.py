@@ -7,13 +7,22 @@ A schema tells nearly all of it. What no schema tells is listed here by name and
 import functools
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import Tensor
 
-from zoo._torch import PYTHON_KERNELS, dispatch_table, has_kernel
+from zoo._torch import (
+    PYTHON_KERNELS,
+    Args,
+    Kwargs,
+    Operator,
+    PyTree,
+    dispatch_table,
+    has_kernel,
+    pytree,
+)
 from zoo.engine.kernel_settings import HeededSettings, heeded_by
 from zoo.engine.nondeterministic_kernels import Nondeterminism, nondeterminism_of
 
@@ -106,6 +115,8 @@ CALLERS: dict[str, tuple[str, ...]] = {
     "aten::_trilinear": ("aten::bilinear",),
     "aten::linalg_pinv": ("aten::linalg_pinv", "aten::pinverse"),
 }
+# what results and arguments come in beside single tensors
+SEQUENCES = {list, tuple}
 # norms that update their statistics in training, and do not read them then
 NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
 STATISTICS = (3, 4)
@@ -136,19 +147,19 @@ class Effects:
     simple: bool = False  # it makes its results, always the same ones, and does nothing else
     dropping: int | None = None  # the place of a rate without which it writes no argument
 
-    def keeps_results(self, args: Any, kwargs: Any) -> bool:
+    def keeps_results(self, args: Args, kwargs: Kwargs) -> bool:
         """Returns whether no replay calls the kernel, so that what it makes and writes is kept."""
         return self.opaque or (self.varies is not None and self.varies.applies(args, kwargs))
 
 
 # by the ids of operators, whose hash is a Python function; the second holds them
 KNOWN: dict[int, Effects] = {}
-_OPERATORS: list[Any] = []
+_OPERATORS: list[Operator] = []
 # by the ids of their kernels
 _NAMES: dict[int, str] = {}
 
 
-def effects_of(operator: Any) -> Effects:
+def effects_of(operator: Operator) -> Effects:
     """Returns what an operator does, from a table after the first time."""
     found = KNOWN.get(id(operator))
     if found is None:
@@ -157,7 +168,7 @@ def effects_of(operator: Any) -> Effects:
     return found
 
 
-def is_view(operator: Any) -> bool:
+def is_view(operator: Operator) -> bool:
     """Says whether an operator returns a view of its argument; higher-order ones do not say."""
     return bool(getattr(operator, "is_view", False))
 
@@ -207,7 +218,7 @@ def _given_by_python(entry: str) -> str | None:
     return operator
 
 
-def is_kernel(operator: Any) -> bool:
+def is_kernel(operator: Operator) -> bool:
     """Returns whether an operator does what its schema says, so that it may run twice.
 
     It is one of torch's own, takes and returns tensors and plain values, reads no file, and runs no
@@ -231,7 +242,7 @@ def is_kernel(operator: Any) -> bool:
     return not calls_others and name not in overridden
 
 
-def _read(operator: Any) -> Effects:
+def _read(operator: Operator) -> Effects:
     schema = getattr(operator, "_schema", None)
     if schema is None:
         return Effects(opaque=True, foreign=operator.name() not in FUNCTIONS | WRAPPED)
@@ -279,6 +290,43 @@ def _read(operator: Any) -> Effects:
     )
 
 
+def flat(out: PyTree) -> Sequence[PyTree]:
+    """Returns the results of a kernel, of which some may be lists, in one sequence."""
+    if type(out) not in SEQUENCES:
+        return (out,)
+    is_flat = SEQUENCES.isdisjoint(map(type, out))
+    return (*out,) if is_flat else [part for parts in out for part in flat(parts)]
+
+
+def written_by(effects: Effects, args: Args, kwargs: Kwargs) -> list[Tensor]:
+    """Returns the tensors that a kernel writes, as far as that is known."""
+    if effects.foreign:
+        return tensors_in((args, kwargs))
+    rate = effects.dropping
+    if rate is not None and not all(args[rate : rate + 2]):
+        return []
+    written: list[Tensor] = []
+    for position, name in effects.writes:
+        value = args[position] if position < len(args) else kwargs.get(name)
+        if isinstance(value, Tensor):
+            written.append(value)
+        elif value is not None:
+            written += tensors_in(value)
+    return written
+
+
+def tensors_in(tree: PyTree) -> list[Tensor]:
+    """Returns the tensors among the leaves of a tree."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def statistics_of(effects: Effects, args: Args) -> dict[int, Tensor]:
+    """Returns by their positions the running statistics that a norm updates, in training alone."""
+    if not (effects.norm and args[TRAINING]):
+        return {}
+    return {index: args[index] for index in STATISTICS if args[index] is not None}
+
+
 # cuDNN's networks share a state for their dropout on a device. torch makes it in the first call
 # after a program seeds, from a number that it draws, and in none of the calls that follow
 DROPOUT_STATE = torch.ops.aten._cudnn_init_dropout_state.default
@@ -287,7 +335,7 @@ DRAWN_NUMBER = torch.ops.aten.random_.default
 READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
-def makes_dropout_state(operator: Any, args: Any, kwargs: Any) -> bool:
+def makes_dropout_state(operator: Operator, args: Args, kwargs: Kwargs) -> bool:
     """Says whether an operator is one of those that make the state of cuDNN's dropout."""
     if operator is EMPTY_NUMBER:
         # none of the arguments is a tensor
@@ -299,12 +347,12 @@ def makes_dropout_state(operator: Any, args: Any, kwargs: Any) -> bool:
 
 
 @functools.cache
-def name_of(operator: Any) -> str:
+def name_of(operator: Operator) -> str:
     """Names an operator; higher-order operators have no overloads."""
     return str(operator) if hasattr(operator, "_schema") else f"higher_order.{operator.name()}"
 
 
-def name_of_kernel(kernel: Any) -> str:
+def name_of_kernel(kernel: object) -> str:
     """Names the operator that was called by a kernel, which does not know it."""
     if id(kernel) not in _NAMES:
         _NAMES.update({id(getattr(one, "_op", one)): name_of(one) for one in _OPERATORS})
@@ -312,11 +360,11 @@ def name_of_kernel(kernel: Any) -> str:
 
 
 @functools.cache
-def resolved(name: str) -> Callable[..., Any]:
+def resolved(name: str) -> Operator:
     """Returns the operator of a name."""
     if name.startswith("higher_order."):
-        found: Callable[..., Any] = getattr(torch.ops.higher_order, name.partition(".")[2])
+        found: Operator = getattr(torch.ops.higher_order, name.partition(".")[2])
         return found
     space, packet, overload = name.split(".")
-    function: Callable[..., Any] = getattr(getattr(getattr(torch.ops, space), packet), overload)
+    function: Operator = getattr(getattr(getattr(torch.ops, space), packet), overload)
     return function

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zoo.engine.recording import storage_of
+from zoo.engine.tensor_state import storage_of
 
 
 def freed_modules(tensors: Iterable[Tensor]) -> list[Any]:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from zoo._torch import PyTree
 from zoo.errors import WeightsError, nearest
 
 
@@ -32,7 +33,7 @@ class Model(nn.Module):
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    ) -> PyTree:
         """Loads weights as `nn.Module` does, but loads all or nothing.
 
         Raises:

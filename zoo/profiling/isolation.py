@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from zoo._torch import active_fake_mode, disable_current_modes, leave_out_compiler
+from zoo._torch import PyTree, active_fake_mode, disable_current_modes, leave_out_compiler
 from zoo.engine.devices import devices_in_use, random_state_restored
 from zoo.errors import ZooError
 from zoo.layers.module_hooks import GLOBAL_HOOKS
@@ -77,7 +77,7 @@ def can_fork() -> bool:
 
 def isolated(
     function: Callable[[bool], Any], failed: Callable[[str], ZooError], *, fires_hooks: bool = False
-) -> Any:
+) -> PyTree:
     """Calls a function isolated from the program, and returns its result, which must pickle.
 
     The function is told whether it runs in a forked process, where its changes have no effect on
@@ -101,7 +101,7 @@ def isolated(
     return answer
 
 
-def _answer(function: Callable[[bool], Any], is_apart: bool, fires_hooks: bool) -> Any:
+def _answer(function: Callable[[bool], Any], is_apart: bool, fires_hooks: bool) -> PyTree:
     if is_apart and not fires_hooks:
         for hooks in GLOBAL_HOOKS:
             hooks.clear()
@@ -114,7 +114,7 @@ def _answer(function: Callable[[bool], Any], is_apart: bool, fires_hooks: bool) 
         return _failed(error)
 
 
-def in_fork(function: Callable[[], Any]) -> Any:
+def in_fork(function: Callable[[], Any]) -> PyTree:
     """Calls a function in a forked process; returns its result or `Failed`."""
     reader, writer = os.pipe()
     # Python seeds its generator anew in a forked process, and a forward may branch by it
@@ -213,7 +213,7 @@ def _hooks_silenced() -> Iterator[None]:
     """Silences global module hooks on this thread; on other threads they fire."""
     thread = threading.get_ident()
 
-    def elsewhere(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def elsewhere(hook: Callable[..., PyTree]) -> Callable[..., PyTree]:
         return lambda *args: None if threading.get_ident() == thread else hook(*args)
 
     with _silence:

@@ -36,7 +36,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import dataclass
 from types import FrameType
@@ -44,14 +44,18 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
 from zoo._torch import (
+    Args,
     FakeTensor,
+    Kwargs,
+    Operator,
+    PyTree,
     TorchDispatchMode,
     current_backward,
     current_node,
@@ -64,7 +68,7 @@ from zoo.engine.devices import cpu_events
 from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.operator_effects import effects_of
 from zoo.engine.recompute import observed
-from zoo.engine.recording import thread
+from zoo.engine.segments import thread
 from zoo.engine.sharded import sharded_modules
 from zoo.errors import ArgumentError, shortened
 from zoo.invocation import check_module, device_of
@@ -117,7 +121,7 @@ class Tracker(ContextDecorator):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        inputs: Any,
+        inputs: PyTree,
         allocator: bool,
     ) -> None:
         check_module(model, "tracking")
@@ -137,7 +141,7 @@ class Tracker(ContextDecorator):
         self.allocator, self.timeline = allocator, Timeline()
         self._open: list[AbstractContextManager[None]] = []
 
-    def __call__(self, function: Any) -> Any:
+    def __call__(self, function: Any) -> PyTree:
         """Tracks each call of a function."""
         if not callable(function):
             raise ArgumentError(
@@ -182,7 +186,7 @@ class Tracker(ContextDecorator):
             timeline.reserved_peak = devices.reserved_peak(self.device) if counts else None
 
 
-class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageRecorder(TorchDispatchMode):
     """Records the storages that operations allocate on this thread and in its backwards."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -212,7 +216,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ):
             yield
 
-    def record_resident(self, optimizer: torch.optim.Optimizer | None, inputs: Any) -> None:
+    def record_resident(self, optimizer: torch.optim.Optimizer | None, inputs: PyTree) -> None:
         """Records what is allocated before the block."""
         self._categorize("parameters", self.model.named_parameters())
         self.record_states(optimizer)
@@ -252,7 +256,9 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         runs = itertools.groupby(phases.items(), key=operator.itemgetter(1))
         timeline.phases = [Mark(*next(run)) for _, run in runs]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
         """Runs an operation and records the storages that are new in its result."""
         if func is DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # no operation, and by far the most frequent call
@@ -284,7 +290,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         resize = torch.UntypedStorage.resize_
 
-        def resized(storage: Any, size: int) -> Any:
+        def resized(storage: UntypedStorage, size: int) -> PyTree:
             caller = sys._getframe(1)
             location = self._begin_operation(caller)
             resize(storage, size)
@@ -296,13 +302,13 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with mock.patch.object(torch.UntypedStorage, "resize_", resized):
             yield
 
-    def _step_alone(self, optimizer: Any, group: Any, parameter: Tensor) -> None:
+    def _step_alone(self, optimizer: torch.optim.Optimizer, group: Any, parameter: Tensor) -> None:
         """Records a gradient before an optimizer in the backward uses and frees it."""
         name = self.names.get(id(parameter), "")
         self._categorize("gradients", [(name, parameter.grad)])
         independence.step_alone(optimizer, group, parameter)
 
-    def _record_result(self, storage: Any, tensor: Tensor, location: Location) -> None:
+    def _record_result(self, storage: UntypedStorage, tensor: Tensor, location: Location) -> None:
         known = self.alive.get(storage._cdata)
         if known is not None and known.bytes != storage.nbytes():
             self._freed(storage._cdata, known)  # resizing makes a new allocation
@@ -318,7 +324,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     life.category, life.name = category, name
 
     def _record(
-        self, storage: Any, tensor: Tensor, location: Location, *, resident: bool = False
+        self, storage: UntypedStorage, tensor: Tensor, location: Location, *, resident: bool = False
     ) -> None:
         key = storage._cdata
         if key in self.alive or not storage.nbytes():
@@ -339,7 +345,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive[key] = life
         self.ends[key] = weakref.ref(storage, functools.partial(self._freed, key, life))
 
-    def _freed(self, key: int, life: StorageLifetime, _: Any = None) -> None:
+    def _freed(self, key: int, life: StorageLifetime, _: object = None) -> None:
         life.died = self._now()
         if self.alive.get(key) is life:
             del self.alive[key], self.ends[key]
@@ -357,7 +363,9 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if task != -1 and not self._is_recomputation(frame):
             phase, location = "backward", self._location_of_node()
         else:
-            phase, location = "recompute", thread.origin or self.locations.here(frame)
+            origin = thread.origin
+            phase = "recompute"
+            location = origin if isinstance(origin, Location) else self.locations.here(frame)
         if task == -1:
             self.made_by.setdefault(sequence_number() - 1, location)
             self.is_forward |= self.locations.inside
@@ -392,11 +400,11 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.locations.of_module(name.rpartition(".")[0])
         return self.made_by.get(node._sequence_nr(), UNKNOWN) if node is not None else UNKNOWN
 
-    def _begin_optimizer(self, optimizer: Any, *_: Any) -> None:
+    def _begin_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.stepping += 1
         self.record_states(optimizer)
 
-    def _end_optimizer(self, optimizer: Any, *_: Any) -> None:
+    def _end_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.record_states(optimizer)
         self.stepping, self.is_forward = max(self.stepping - 1, 0), False
 

@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from zoo._torch import sequence_number
+from zoo._torch import Args, Kwargs, Operator, PyTree, sequence_number
 from zoo.engine.dispatch_keys import kernel_of, with_present_keys
-from zoo.engine.operands import detached
-from zoo.engine.operator_effects import effects_of, is_view
-from zoo.engine.recording import SMALL, KernelMode, written_by
+from zoo.engine.operator_effects import effects_of, is_view, written_by
+from zoo.engine.recorder import KernelMode
 from zoo.engine.saved_tensors import is_in_graph
+from zoo.engine.storages import SMALL
+from zoo.engine.tensor_state import detached
 from zoo.planner.step_log import (
     AT_END,
     Allocated,
@@ -70,7 +71,7 @@ def bytes_moved(tensor: Tensor) -> int:
     return sum(storage.nbytes() for storage in storages_of(tensor))
 
 
-def is_cached(func: Any, args: Any, result: Any) -> bool:
+def is_cached(func: Operator, args: Any, result: PyTree) -> bool:
     """Returns whether autocast caches a result: a weight cast to its lower precision."""
     if func is not CONVERSION or not isinstance(args[0], nn.Parameter):
         return False
@@ -107,7 +108,7 @@ def _held(tensor: Tensor) -> Tensor:
 
 
 @functools.cache
-def _returns_argument(operator: Any) -> bool:
+def _returns_argument(operator: Operator) -> bool:
     """Returns whether an operator writes an argument and returns it."""
     schema = getattr(operator, "_schema", None)
     aliases = [] if schema is None else [result.alias_info for result in schema.returns]
@@ -140,7 +141,7 @@ class StepLogger(KernelMode):
     def __init__(
         self, count: Callable[[], int], *, caches_casts: bool, hooks: Hooks | None = None
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         # the engine holds tensors for its segments
         self.log = StepLog(has_lifetimes=hooks is None)
         self._count, self._caches_casts, self._hooks = count, caches_casts, hooks
@@ -241,7 +242,9 @@ class StepLogger(KernelMode):
         self._release(self._saved_by.pop(self._node, ()))
         self._of_node, self._opens_fakes = [], False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
         kwargs = kwargs or {}
         if func in QUESTIONS or self._makes_fakes:
             return with_present_keys(func, args, kwargs)(*args, **kwargs)
@@ -311,17 +314,17 @@ class StepLogger(KernelMode):
         else:
             self._of_node.append(event)
 
-    def _add(self, storage: Any) -> int:
+    def _add(self, storage: UntypedStorage) -> int:
         """Gives a storage the next number."""
         self._numbers[storage._cdata] = number = len(self.log.sizes)
         self.log.sizes.append(storage.nbytes())
         return number
 
-    def _leave_out(self, storage: Any) -> None:
+    def _leave_out(self, storage: UntypedStorage) -> None:
         self._owned.append(storage)
         self._numbers[storage._cdata] = LEFT_OUT
 
-    def _number_of(self, func: Any, args: Any, kwargs: Any) -> int:
+    def _number_of(self, func: Operator, args: Args, kwargs: Kwargs) -> int:
         """Returns the number of a kernel's call."""
         spec = KernelSpec.of(func, args, kwargs)
         return self._kernels.setdefault(repr(spec), (len(self._kernels), spec))[0]
@@ -334,7 +337,7 @@ class StepLogger(KernelMode):
                 self.log.constants.append(storage.nbytes())
 
     def _note_results(
-        self, func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+        self, func: Operator, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> frozenset[int]:
         """Notes the storages that an operator made, and returns them."""
         made = set()

@@ -12,9 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zoo._torch import conj, is_traceable_wrapper_subclass, neg_view, pytree
-from zoo.engine.operands import parts_of, parts_of_wrapper
+from zoo._torch import (
+    Args,
+    Kwargs,
+    Operator,
+    PyTree,
+    conj,
+    is_traceable_wrapper_subclass,
+    neg_view,
+    pytree,
+)
 from zoo.engine.operator_effects import CONSTANTS, DROPOUT_STATE, effects_of, resolved
+from zoo.engine.tensor_state import parts_of, parts_of_wrapper
 from zoo.optimizer.in_backward import FreedGradient
 
 # types that hold no tensor
@@ -123,7 +132,7 @@ class KernelSpec(NamedTuple):
     tree: Any
 
     @classmethod
-    def of(cls, operator: Any, args: Any, kwargs: Any) -> "KernelSpec | None":
+    def of(cls, operator: Operator, args: Args, kwargs: Kwargs) -> "KernelSpec | None":
         """Returns the spec of a call; None for a kernel that cannot be called alone."""
         if effects_of(operator).opaque:
             return None
@@ -165,7 +174,7 @@ class KernelSpec(NamedTuple):
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
 
 
-def _with_dropout_state(operator: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+def _with_dropout_state(operator: Operator, args: Sequence[Any]) -> tuple[Any, ...]:
     """Puts a state in the place of cuDNN's for dropout, which is made by a kernel of its own."""
     names = [argument.name for argument in operator._schema.arguments]
     return tuple(
@@ -240,7 +249,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors_in(part)]
 
 
-def flattened(value: Any, flatten: Callable[..., Any] = pytree.tree_flatten) -> tuple[Any, Any]:
+def flattened(value: Any, flatten: Callable[..., PyTree] = pytree.tree_flatten) -> tuple[Any, Any]:
     """Returns the leaves of nested containers, and their structure.
 
     Of containers that contain themselves each is a leaf where it comes again. `flatten` is one of
