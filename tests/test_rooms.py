@@ -101,7 +101,7 @@ print(len(files))
     ("build", "start", "most"),
     [
         ("model = zoo.resnet50(checkpoint=True)", "model", 39),
-        ("import timm; model = timm.create_model('resnet18')", "zoo.checkpoint(model)", 41),
+        ("import timm; model = timm.create_model('resnet18')", "zoo.checkpoint(model)", 43),
     ],
 )
 def test_a_first_step_passes_few_files(build: str, start: str, most: int) -> None:
