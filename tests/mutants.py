@@ -62,7 +62,7 @@ GUARDS = {
     "pitfalls/test_autograd": """
         replay._scratch: drop requires_grad_""",
     "pitfalls/test_changes": """
-        Handle.check: drop check_history""",
+        saved_tensors.unpack_handle: drop check_history""",
     "pitfalls/test_compile": """
         compiled_segments._refused: none written_since, drop reads, empty writes, never draws""",
     "pitfalls/test_distributed": """
@@ -101,7 +101,6 @@ GUARDS = {
         Handle.fill: bare _as_it_is
         Handle.is_result: always base
         Handle.look_for_writes: drop reference
-        Handle.check: never self
         Original.is_replaced: never value
         External.is_as_read: always sample
         External.resolve: never self
@@ -114,7 +113,7 @@ GUARDS = {
         Storages.written: drop blank
         Request.has_inputs: never any
         unseen_writes.new_mark: put number next
-        saved_tensors.unpack_handle: never is_written, never _version
+        saved_tensors.unpack_handle: never handle, never _version
         storages.hold_readers: drop is_still_there, always version
         tensor_state.roles_of: never base""",
     "test_dispatch_keys": """
@@ -243,7 +242,7 @@ GUARDS = {
     "test_saved_tensors": """
         saved_tensors.unpack_handle: drop check_version, never current_backward
         Recorder._run_unrecorded: never lists
-        Storages.look_for_replaced: never handle, always is_result
+        Handle.keep_if_replaced: never tensor, always is_result
         Storages.reshape: drop before_write
         Storages.target: drop before_write
         tensor_state.detach_here: never count_dispatch_modes is_below

@@ -7,7 +7,6 @@ custom operators, which may do anything.
 """
 
 import functools
-from collections.abc import Callable
 from operator import call
 
 import torch
@@ -27,7 +26,7 @@ from zoo._torch import (
     included_keys,
     pytree,
 )
-from zoo.engine.operator_effects import CALLERS, Effects
+from zoo.engine.operator_effects import CALLERS, Effects, Kernel
 from zoo.errors import RecomputeError
 
 _KEYS = DispatchKey.__members__
@@ -52,7 +51,7 @@ class KernelWithKeys:
 
     def __init__(
         self,
-        kernel: Callable[..., PyTree],
+        kernel: Kernel,
         keys: DispatchKeySet,
         dtypes: dict[str, torch.dtype],
     ) -> None:
@@ -75,9 +74,7 @@ class KernelWithKeys:
                 torch.set_autocast_dtype(kind, dtype)
 
 
-def kernel_of(
-    operator: Operator, effects: Effects, args: Args, kwargs: Kwargs
-) -> Callable[..., PyTree]:
+def kernel_of(operator: Operator, effects: Effects, args: Args, kwargs: Kwargs) -> Kernel:
     """Returns what a dispatch mode calls for the operator that it handles now.
 
     Raises:
@@ -89,13 +86,13 @@ def kernel_of(
     is_lazy = effects.opaque or (isinstance(first, Tensor) and first.is_complex())
     if is_lazy or is_cast:
         return with_present_keys(operator, args, kwargs, is_lazy=is_lazy)
-    kernel: Callable[..., PyTree] = operator._op
+    kernel: Kernel = operator._op
     return kernel
 
 
 def with_present_keys(
     operator: Operator, args: Args, kwargs: Kwargs, *, is_lazy: bool = True
-) -> Callable[..., PyTree]:
+) -> Kernel:
     """Returns the kernel with the keys that are in force where the operator is called.
 
     One that `is_lazy` may meet conjugate and negative tensors.

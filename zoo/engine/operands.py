@@ -51,16 +51,8 @@ UNSEEN = (
 class SavedValue(Protocol):
     """A saved tensor that a replay makes (`segments.Handle`), as writes to its memory see it."""
 
-    @property
-    def original(self) -> Callable[[], Tensor | None]:
-        """Returns the tensor, if the program or autograd still holds it."""
-
-    @property
-    def is_result(self) -> bool:
-        """Whether the operation that made the tensor saved it."""
-
-    def keep(self) -> None:
-        """Keeps the tensor after all."""
+    def keep_if_replaced(self, tensor: Tensor) -> None:
+        """Keeps the tensor after all if it is this one, which has been given other memory."""
 
     def before_write(self) -> None:
         """Called before a recorded kernel writes the storage of the tensor."""

@@ -7,7 +7,7 @@ A schema tells nearly all of it. What no schema tells is listed here by name and
 import functools
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,6 +95,8 @@ LEAVES = {f"aten::{name}" for name in (
     "sigmoid", "sigmoid_backward", "silu", "silu_backward", "sub", "sub_", "tanh", "tanh_backward",
     "threshold_backward",
 )}  # fmt: skip
+# an operator's kernel, or a function that calls it
+Kernel = Callable[..., PyTree]
 # position and name of an argument
 Argument = tuple[int, str]
 # arguments that are written although the schema of some version of torch does not say so

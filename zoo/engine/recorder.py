@@ -14,13 +14,14 @@ from zoo.engine.operands import External, ScratchArgument, Value
 from zoo.engine.operator_effects import (
     KNOWN,
     Effects,
+    Kernel,
     effects_of,
     notice_python_kernels,
     statistics_of,
     tensors_in,
     written_by,
 )
-from zoo.engine.recording import Kernel, RecordedKernel, Recording
+from zoo.engine.recording import RecordedKernel, Recording
 from zoo.engine.segments import thread
 from zoo.engine.tensor_state import counted, has_own_storage, parts_of_wrapper, storage_of
 from zoo.engine.unseen_writes import fill, filled_empty, new_mark

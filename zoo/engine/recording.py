@@ -29,7 +29,7 @@ from zoo.engine.operands import (
     View,
     Write,
 )
-from zoo.engine.operator_effects import SEQUENCES, Effects, flat
+from zoo.engine.operator_effects import SEQUENCES, Effects, Kernel, flat
 from zoo.engine.storages import Storages
 from zoo.engine.tensor_state import gone
 from zoo.engine.unseen_writes import bytes_of
@@ -38,8 +38,6 @@ from zoo.engine.unseen_writes import bytes_of
 ATOMS = {int, float, bool, type(None), str, torch.dtype, torch.layout}
 # sparse layouts whose products on the CPU read them as they are
 BY_ROWS = {torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr}
-# an operator's kernel, or a function that calls it
-Kernel = Callable[..., PyTree]
 
 
 class RecordedKernel:

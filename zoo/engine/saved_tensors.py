@@ -29,7 +29,7 @@ from zoo._torch import (
     top_saved_tensors_hooks,
     will_run,
 )
-from zoo.engine.operands import External, Value, external_of
+from zoo.engine.operands import REPLACED, External, Value, external_of
 from zoo.engine.replay import external_tensors, replay, schedule, without_modes
 from zoo.engine.replay_check import CHECKS
 from zoo.engine.segments import Handle, Scheduled, Segment, thread
@@ -37,6 +37,8 @@ from zoo.engine.sharded import freed_modules
 from zoo.engine.storages import Storages
 from zoo.engine.tensor_state import (
     PLAIN,
+    Original,
+    check_history,
     check_version,
     counted,
     detached,
@@ -165,7 +167,7 @@ def unpack(packed: Packed) -> Tensor:
     Raises:
         RecomputeError: it was changed in place since.
     """
-    return unpack_handle(packed) if isinstance(packed, Handle) else packed.unpack()
+    return unpack_handle(packed) if type(packed) is Handle else packed.unpack()
 
 
 def unpack_handle(handle: Handle) -> Tensor:
@@ -176,7 +178,13 @@ def unpack_handle(handle: Handle) -> Tensor:
     """
     if handle.kept is not None:
         return handle.kept.unpack()
-    handle.check()
+    if handle.counter is not None:
+        check_version(handle.counter, handle.version)
+    if handle.has_history:
+        check_history(handle.original())
+    if type(handle.original) is Original and handle.original.is_replaced:
+        # by numbers that are gone with it
+        raise RecomputeError(REPLACED)
     with handle.segment.recording.lock:
         if handle.tensor is None and not handle.is_written:
             if torch.is_grad_enabled() and top_saved_tensors_hooks(False) is None:

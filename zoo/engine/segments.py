@@ -9,7 +9,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Optional, Protocol
+from typing import Optional, Protocol, final
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -17,15 +17,13 @@ from torch.autograd.graph import Node
 
 from zoo._torch import DisableTorchDispatch, FakeTensor, PyTree, sequence_number
 from zoo.engine.devices import PACKED_SIZE
-from zoo.engine.operands import REPLACED, External, Reference, Value, View, external_of
+from zoo.engine.operands import External, Reference, Value, View, external_of
 from zoo.engine.operator_effects import name_of_kernel
 from zoo.engine.recording import RecordedKernel, Recording
 from zoo.engine.replay_check import OTHER_NUMBERS, SampleComparison, TensorDescription
 from zoo.engine.tensor_state import (
     Original,
     alive,
-    check_history,
-    check_version,
     detached,
     gone,
     original_of,
@@ -110,6 +108,7 @@ class Segment:
             yield kernels[position]
 
 
+@final
 class Handle:
     """A saved tensor that is not kept: the first one that is opened replays its segment.
 
@@ -166,6 +165,15 @@ class Handle:
             return False
         base = original._base
         return base is None or hasattr(made_by, "apply") or _is_just_written(base, made_by)
+
+    def keep_if_replaced(self, tensor: Tensor) -> None:
+        """Keeps the tensor if it is this one, which has been given other memory.
+
+        Of an operation's argument autograd has the tensor itself, and in its backward the numbers
+        that are there then; of its result the memory.
+        """
+        if self.original() is tensor and not self.is_result:
+            self.keep()
 
     def keep(self) -> None:
         """Keeps the tensor after all, which is there: it is about to be read."""
@@ -246,20 +254,6 @@ class Handle:
         assert view is not None, "it is noted with the version"
         view.value = self.value = value
         self.reference, self.fingerprint = view, None
-
-    def check(self) -> None:
-        """Refuses a tensor that was changed or detached in place, or given other memory.
-
-        Raises:
-            RecomputeError: it was, since it was saved.
-        """
-        if self.counter is not None:
-            check_version(self.counter, self.version)
-        if self.has_history:
-            check_history(self.original())
-        if type(self.original) is Original and self.original.is_replaced:
-            # by numbers that are gone with it
-            raise RecomputeError(REPLACED)
 
     def fill(self) -> SampleComparison | None:
         """Takes the tensor out of a replay; returns what is left to compare, on its device."""

@@ -297,20 +297,14 @@ class Storages:
         self.forget(tensor)
 
     def look_for_replaced(self, tensor: Tensor, value: Value | None) -> None:
-        """Keeps what autograd saved of a tensor that `Tensor.data` has given other memory since.
-
-        Of an operation's argument autograd has the tensor itself, and in its backward the numbers
-        that are there then; of its result the memory.
-        """
+        """Keeps what autograd saved of a tensor that `Tensor.data` has given other memory since."""
         saved = known = self.saved.get(id(tensor))
         while known is not None and known is not value:
             known = known.after
         if saved is None or known is not None:
             return
-        for reference in saved.saved:
-            handle = reference()
-            if handle is not None and handle.original() is tensor and not handle.is_result:
-                handle.keep()
+        for handle in saved.handles():
+            handle.keep_if_replaced(tensor)
 
     def note_result(
         self, tensor: PyTree, kernel: int, effects: Effects, trains: bool

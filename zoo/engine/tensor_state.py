@@ -184,10 +184,7 @@ def detached(tensor: Tensor) -> Tensor:
     """
     if detach_here() is not detached:
         return tensor.detach()
-    with (
-        ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED),
-        DisableTorchDispatch(),
-    ):
+    with ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED), DisableTorchDispatch():
         found = tensor.detach()
     if isinstance(tensor, FakeTensor):
         return FakeTensor(tensor.fake_mode, found, tensor.fake_device)

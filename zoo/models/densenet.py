@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo._torch import PyTree
 from zoo.errors import InputError
 from zoo.layers.checks import check_arguments, check_images, check_norm
 from zoo.models.model import Model
@@ -74,7 +73,7 @@ class Transition(nn.Module):
         self.conv = nn.Conv2d(inputs, outputs, 1, bias=False)
         self.pool = nn.AvgPool2d(2, stride=2)
 
-    def forward(self, features: list[Tensor]) -> PyTree:
+    def forward(self, features: list[Tensor]) -> Any:
         """Concatenates; then norm, activation, convolution and pooling."""
         return self.pool(self.conv(self.relu(self.norm(torch.cat(features, 1)))))
 
@@ -132,7 +131,7 @@ class DenseNet(Model):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight)
 
-    def forward(self, *inputs: Tensor) -> PyTree:
+    def forward(self, *inputs: Tensor) -> Any:
         """Runs the stem, the dense blocks and transitions, and the classifier."""
         *parts, norm = self.features.values()
         features: Any = self._checked(inputs)

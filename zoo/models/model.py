@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from zoo._torch import PyTree
 from zoo.errors import WeightsError, nearest
 
 
@@ -33,7 +32,7 @@ class Model(nn.Module):
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> PyTree:
+    ) -> Any:
         """Loads weights as `nn.Module` does, but loads all or nothing.
 
         Raises:

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from zoo._torch import PyTree
 from zoo.layers.checks import check_arguments, check_images, check_norm
 from zoo.layers.drop_path import DropPath, drop_path_rates
 from zoo.models.model import Model
@@ -52,10 +51,10 @@ class Residual(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.drop_path = DropPath(drop_rate) if drop_rate else nn.Identity()
 
-    def _convolve(self, number: int, branch: Tensor) -> PyTree:
+    def _convolve(self, number: int, branch: Tensor) -> Any:
         return getattr(self, f"conv{number}")(branch)
 
-    def _normalize(self, number: int, branch: Tensor) -> PyTree:
+    def _normalize(self, number: int, branch: Tensor) -> Any:
         return getattr(self, f"bn{number}")(branch)
 
 
@@ -72,7 +71,7 @@ class Block(Residual):
             projection = conv(self.inputs, self.outputs, 1, self.stride)
             self.downsample = nn.Sequential(projection, nn.BatchNorm2d(self.outputs))
 
-    def forward(self, images: Tensor) -> PyTree:
+    def forward(self, images: Tensor) -> Any:
         """Adds the shortcut to the last norm, in place, and activates the sum."""
         branch = self._convolve(1, images)
         for number in range(1, self.depth):
@@ -116,7 +115,7 @@ class ResidualNetwork(Model):
     def _stages(self) -> list[Any]:
         return [stage for name, stage in self.named_children() if name.startswith("layer")]
 
-    def _classify(self, features: Tensor) -> PyTree:
+    def _classify(self, features: Tensor) -> Any:
         return self.fc(self.dropout(self.avgpool(features).flatten(1)))
 
 
@@ -152,7 +151,7 @@ class ResNet(ResidualNetwork):
         channels = self._add_stages(block, depths, drop_path_rate)
         self._add_classifier(channels, classes, drop_rate)
 
-    def forward(self, *inputs: Tensor) -> PyTree:
+    def forward(self, *inputs: Tensor) -> Any:
         """Runs the stem, the stages and the classifier."""
         images = check_images("ResNet", inputs, self.conv1)
         check_norm("ResNet", images, self._stages()[-1][-1].bn2, stride=32)

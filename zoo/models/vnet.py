@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from einops import repeat
 from torch import Tensor, nn
 
-from zoo._torch import PyTree
 from zoo.errors import ArgumentError, InputError
 from zoo.layers.checks import check_arguments, check_choice, check_images, check_norm
 from zoo.models.model import Model
@@ -64,7 +63,7 @@ class ConvNormAct(nn.Module):
         self.conv, channels = conv, conv.out_channels
         self.norm, self.act = NORMS[norm](channels, affine=True), ACTIVATIONS[activation](channels)
 
-    def forward(self, x: Tensor) -> PyTree:
+    def forward(self, x: Tensor) -> Any:
         """Convolves, normalizes, activates."""
         return self.act(self.norm(self.conv(x)))
 
@@ -81,7 +80,7 @@ class Stem(nn.Module):
         super().__init__()
         self.unit = _unit(in_channels, channels, *parts)
 
-    def forward(self, x: Tensor) -> PyTree:
+    def forward(self, x: Tensor) -> Any:
         """Convolves and normalizes, adds the input, activates the sum."""
         out = self.unit.norm(self.unit.conv(x))
         times = out.shape[1] // x.shape[1]
@@ -106,7 +105,7 @@ class Down(Level):
         conv = nn.Conv3d(channels, 2 * channels, 2, stride=2, bias=False)
         super().__init__(conv, 2 * channels, depth, drop_rate, *parts)
 
-    def forward(self, x: Tensor) -> PyTree:
+    def forward(self, x: Tensor) -> Any:
         """Resamples, adds what the units make of it after dropout, activates the sum."""
         x = self.resample(x)
         return self.act(self.units(self.dropout(x)) + x)
@@ -122,7 +121,7 @@ class Up(Level):
         super().__init__(conv, channels, depth, drop, *parts)
         self.skip_dropout = nn.Dropout3d(drop_skip)
 
-    def forward(self, x: Tensor, skip: Tensor) -> PyTree:
+    def forward(self, x: Tensor, skip: Tensor) -> Any:
         """Drops and resamples, joins the skip, adds the units' output, activates the sum."""
         x = self.resample(self.dropout(x))
         x = torch.cat((x, self.skip_dropout(skip)), 1)
@@ -180,7 +179,7 @@ class VNet(Model):
         self.head = _unit(2 * width, classes, *parts)
         self.logits = nn.Conv3d(classes, classes, 1)
 
-    def forward(self, *inputs: Tensor) -> PyTree:
+    def forward(self, *inputs: Tensor) -> Any:
         """Runs stem, four levels down, four up with the skips, the latest first, and the head."""
         volume = check_images("vnet", inputs, self.stem.unit.conv, "NCDHW")
         for axis, size in zip("DHW", volume.shape[2:], strict=True):

@@ -7,7 +7,7 @@ take the same steps with all parameters at once and with one at a time, bit for 
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,10 +36,11 @@ def _step(optimizer: Optimizer) -> None:
     step_of(optimizer)(optimizer)
 
 
-def step_of(optimizer: Optimizer) -> PyTree:
+def step_of(optimizer: Optimizer) -> Callable[[Optimizer], object]:
     """Returns the step of an optimizer's class, around which torch has wrapped its hooks."""
-    step: Any = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
+    step: Callable[[Optimizer], object] = type(optimizer).step
+    own: Callable[[Optimizer], object] = getattr(step, "__wrapped__", step)
+    return own if getattr(step, "hooked", False) else step
 
 
 def check_independent(optimizer: Optimizer) -> None:

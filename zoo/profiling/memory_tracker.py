@@ -290,7 +290,7 @@ class StorageRecorder(TorchDispatchMode):
             return
         resize = torch.UntypedStorage.resize_
 
-        def resized(storage: UntypedStorage, size: int) -> PyTree:
+        def resized(storage: UntypedStorage, size: int) -> UntypedStorage:
             caller = sys._getframe(1)
             location = self._begin_operation(caller)
             resize(storage, size)
@@ -363,8 +363,7 @@ class StorageRecorder(TorchDispatchMode):
         if task != -1 and not self._is_recomputation(frame):
             phase, location = "backward", self._location_of_node()
         else:
-            origin = thread.origin
-            phase = "recompute"
+            phase, origin = "recompute", thread.origin
             location = origin if isinstance(origin, Location) else self.locations.here(frame)
         if task == -1:
             self.made_by.setdefault(sequence_number() - 1, location)

@@ -10,7 +10,7 @@ import copy
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 from unittest import mock
 
 import torch
@@ -63,6 +63,7 @@ from zoo.profiling.step_logger import StepLogger
 from zoo.profiling.tensor_spec import KernelSpec, TensorSpec, tensors_held_by, tensors_in
 from zoo.tracing.tracer import Graph, Tracer, is_compiled, plain
 
+T = TypeVar("T")
 # the most bytes of parameters, buffers and inputs, and of kernels' results, for a trace on real
 # tensors
 LARGEST = 1 << 28
@@ -189,10 +190,10 @@ class _Forward:
         # one of zoo's own models alone calls nothing that is compiled
         self.may_compile = not isinstance(model, Model) or any(map(is_compiled, model.modules()))
 
-    def isolated(self, trace: Callable[[bool], Any]) -> PyTree:
+    def isolated(self, trace: Callable[[bool], T]) -> T:
         """Traces in isolation; raises TraceError for any error there."""
 
-        def traced(is_apart: bool) -> PyTree:
+        def traced(is_apart: bool) -> T:
             try:
                 # the forward is the user's, and may need the modes of the program
                 with EnableTorchFunction():

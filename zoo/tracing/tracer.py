@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ from zoo.errors import ArgumentError
 from zoo.profiling.source_location import Instruction, line_of_frame, modules_around
 from zoo.profiling.tensor_spec import tensors_in
 
+Parameters = ParamSpec("Parameters")
+T = TypeVar("T")
 SETS_STORAGE = frozenset(
     {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
 )
@@ -127,7 +129,7 @@ class Tracer(KernelMode):
         # the latest call of a torch function: its number and name, where it was called, its kernels
         self._function = (0, "")
         self._called_at: tuple[tuple[str, ...], Instruction] | None = None
-        self._kernels: list[Any] = []
+        self._kernels: list[Operator] = []
 
     @property
     def graph(self) -> Graph:
@@ -163,7 +165,9 @@ class Tracer(KernelMode):
             if not hasattr(before, "only_marks") and not is_compiled(module):
                 vars(module)["forward"] = self._marked(module.forward, path, before is None)
 
-    def _marked(self, forward: Callable[..., PyTree], path: str, only_marks: bool) -> PyTree:
+    def _marked(
+        self, forward: Callable[..., PyTree], path: str, only_marks: bool
+    ) -> Callable[..., PyTree]:
         @functools.wraps(forward)
         def marked(*args: PyTree, **kwargs: PyTree) -> PyTree:
             self.enter(path)
@@ -199,12 +203,14 @@ class Tracer(KernelMode):
             self._guarded(self._after, func, args, kwargs, result, frame)
         return result
 
-    def _guarded(self, note: Callable[..., PyTree], *arguments: Any) -> PyTree:
+    def _guarded(
+        self, note: Callable[Parameters, T], *args: Parameters.args, **kwargs: Parameters.kwargs
+    ) -> T | None:
         """Calls one of the tracer's own functions; any error ends the graph."""
         if self.fault is not None:
             return None
         try:
-            return note(*arguments)
+            return note(*args, **kwargs)
         except Exception as error:
             self.fault, self.fault_line = error, line_of_frame(sys._getframe(1))
             return None
