@@ -139,7 +139,7 @@ class _Watch(KernelMode):
     """Sees which memory kernels read and write, inside of segments and after."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         # held, so that no other comes to lie where one was freed; and when each was seen first
         self._storages: dict[int, tuple[UntypedStorage | None, int]] = {}
         self.written: set[int] = set()

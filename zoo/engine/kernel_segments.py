@@ -338,7 +338,7 @@ class Conductor(Recorder):
             return
         leave_hooks()
         if self in dispatch_modes():
-            super().__exit__(None, None, None)
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.recording = None
         # not by the path, which is not that of the segments where a turn was interrupted
         while thread.segment is not None:

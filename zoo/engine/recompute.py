@@ -197,7 +197,7 @@ class segment:
         if part.parent is None:
             leave_hooks()
             if recorders.mode in dispatch_modes():
-                recorders.mode.__exit__(None, None, None)
+                recorders.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             recorders.mode.recording = None
         self.part = None
         if part.parent is None:

@@ -36,16 +36,6 @@ class KernelMode(TorchDispatchMode):
     supports_higher_order_operators = True
     keeps_compiled = False
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __enter__(self) -> Self:
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
-
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Returns whether compiled blocks stay compiled; torch asks."""
@@ -64,12 +54,13 @@ class Recorder(KernelMode):
     keeps_compiled = True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recording: Recording | None = None
 
     def __enter__(self) -> Self:
         notice_python_kernels()
-        return super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __torch_dispatch__(
         self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None

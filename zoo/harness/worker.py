@@ -220,7 +220,7 @@ def _build(cell: Cell) -> None:
     else:
         # a model checks inputs before its first kernel; the whole forward, which takes seconds for
         # a thousand layers even on meta tensors, would find nothing more
-        with contextlib.suppress(_FirstKernel), _StopsAtKernel():
+        with contextlib.suppress(_FirstKernel), _StopsAtKernel():  # type: ignore[no-untyped-call]
             given.on(model)
 
 

@@ -83,7 +83,7 @@ class FakeTensorFixes(KernelMode):
     def __init__(
         self, mode: FakeTensorMode, *, strict: bool = False, moves_meta: bool = False
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.mode, self.strict, self.moves_meta = mode, strict, moves_meta
         self.most = SMALL if strict else MOST
         self.asked = False  # for unknown values, even if the forward went on
@@ -104,11 +104,11 @@ class FakeTensorFixes(KernelMode):
         entered.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         self._entered.append(entered)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: object) -> None:
-        super().__exit__(*raised)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._entered.pop().close()
         while self._dropout:
             count_as_seeded(self._dropout.pop())

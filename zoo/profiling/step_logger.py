@@ -141,7 +141,7 @@ class StepLogger(KernelMode):
     def __init__(
         self, count: Callable[[], int], *, caches_casts: bool, hooks: Hooks | None = None
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         # the engine holds tensors for its segments
         self.log = StepLog(has_lifetimes=hooks is None)
         self._count, self._caches_casts, self._hooks = count, caches_casts, hooks

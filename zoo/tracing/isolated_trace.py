@@ -405,13 +405,13 @@ class _Limits(KernelMode):
     keeps_compiled = True
 
     def __init__(self, most_made: int | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.most_made, self.made = most_made, 0
         # devices on which the state was made, which the program has yet to make
         self.dropout: set[torch.device] = set()
 
     def __exit__(self, *raised: object) -> None:
-        super().__exit__(*raised)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
         for device in self.dropout:
             count_as_seeded(device)
 

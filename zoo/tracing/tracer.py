@@ -111,7 +111,7 @@ class Tracer(KernelMode):
     keeps_compiled = True
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.thread = threading.get_ident()
