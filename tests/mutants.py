@@ -172,7 +172,7 @@ GUARDS = {
         Conductor._leave: drop segment
         Conductor._switch_scripts: never operators
         Conductor._switch_segments: never shared path, always fresh
-        Conductor.enter: drop synchronized, never place
+        Conductor.enter: drop synchronized, never index
         kernel_segments.conducts: always hooks
         segment.__enter__: never conductor""",
     "test_kernel_segments ../tracing/test_traced_steps": """

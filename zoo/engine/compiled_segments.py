@@ -170,7 +170,7 @@ class _Watch(KernelMode):
         written = self.note(written_by(effects, args, kwargs)) | statistics
         out = func(*args, **kwargs)
         changed = self.note(out) | written
-        # what is only written back to itself tells nobody anything
+        # what is only written back to itself has no effect
         is_number = not tensors_in(out)
         read = {storage for storage in given - statistics if is_number or changed - {storage}}
         for segment in self.open:

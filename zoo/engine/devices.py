@@ -64,7 +64,7 @@ def devices_in_use() -> list[torch.device]:
 
 
 def is_available(kind: str) -> bool:
-    """Says whether torch finds a device of a kind here."""
+    """Returns whether torch finds a device of a kind here."""
     module = _module(torch.device(kind))
     return module is not None and bool(module.is_available())
 
@@ -167,7 +167,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def counts_memory(device: torch.device) -> bool:
-    """Says whether a device is here and counts the bytes in use and the most of them."""
+    """Returns whether a device is here and counts the bytes in use and the most of them."""
     module = _module(device)
     if device.type in ("cpu", "meta") or module is None:
         return False
@@ -320,7 +320,7 @@ class PackedState:
 
 @functools.cache
 def _is_packable() -> bool:
-    """Says whether this torch writes states as is described above."""
+    """Returns whether this torch writes states as is described above."""
     state = torch.Generator().manual_seed(2**63 + 1).get_state()
     with DisableTorchDispatch():
         return not state[HEAD : SIZE - TAIL].view(torch.int32)[1::2].any().item()
@@ -374,7 +374,7 @@ class SetAsideState:
             self.state = stream.get_state()
 
     def begin(self) -> None:
-        """Has the stream be written from now on."""
+        """Gives the stream another state object, to be written from now on."""
         if self.own is not None:
             self.stream.graphsafe_set_state(self.written)  # type: ignore[union-attr, arg-type]
 
@@ -392,7 +392,7 @@ class SetAsideState:
 
 
 def _swaps_state(stream: RandomStream) -> TypeGuard[Generator]:
-    """Says whether a stream takes another object for its state, which a capture does not allow."""
+    """Returns whether a stream takes another state object, which a capture does not allow."""
     is_of_cuda = isinstance(stream, Generator) and stream.device.type == "cuda"
     return is_of_cuda and not torch.cuda.is_current_stream_capturing()
 

@@ -1,4 +1,4 @@
-"""Has a kernel call operators with the dispatch keys that these see outside of dispatch modes.
+"""Makes a kernel call operators with the dispatch keys that they have outside of dispatch modes.
 
 While a mode handles an operator, torch excludes all keys above it from what the kernel calls:
 autocast, and those that resolve tensors which are conjugate, negative or zero without memory that
@@ -127,7 +127,7 @@ def with_present_keys(
 
 @functools.cache
 def _casts(overload: str, name: str, key: str) -> bool:
-    """Says whether autocast casts for an operator, whose kernel then runs without autocast.
+    """Returns whether autocast casts for an operator, whose kernel then runs without autocast.
 
     Raises:
         RecomputeError: it does by one name and does not by another.

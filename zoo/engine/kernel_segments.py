@@ -8,7 +8,7 @@ written; a dispatch mode counts its kernels and opens and closes segments betwee
     segments    open 0 ............ close 6
 
 As long as the operators are those of the script, the plan holds. From the first that is another
-(control flow) until the forward comes to a known place again, each block of the model is a segment
+(control flow) until the forward comes to a known one again, each block of the model is a segment
 of its own; so it is to the end of the forward from the first that returns more than its plan has
 room for, whatever decided its size: an argument, an attribute or data. What is kept then differs,
 and never what is computed.
@@ -67,7 +67,7 @@ class Script:
 
     Attributes:
         operators: all that the forward dispatches, views and questions included.
-        boundaries: for each step the place of its first operator; the first is 0.
+        boundaries: for each step the index of its first operator; the first is 0.
         plan: which steps are segments.
         visits: where the blocks of the model begin.
         sizes: bytes that each operator returned.
@@ -86,23 +86,23 @@ class Script:
         least = max(1, sum(sizes) // (SMALL_PART * max(1, len(sizes))))
         self.limits = [self.room * max(size, least) for size in sizes]
         self.total = sum(self.limits)
-        # the segments around each step, by the place of its first operator
+        # the segments around each step, by the index of its first operator
         paths = _paths(self.plan, (), itertools.count())
         self.switches = dict(zip(self.boundaries, paths, strict=False))
 
     def serves(self, operators: Sequence[Operator], sizes: Mapping[int, int]) -> bool:
         """Returns whether a forward may go by the plan that began with these operators.
 
-        `sizes` has bytes that they returned, by their places.
+        `sizes` has bytes that they returned, by their indices.
         """
         count = len(operators)
         return [*self.operators[:count]] == [*operators] and all(
-            size <= self.limits[place] for place, size in sizes.items() if place < count
+            size <= self.limits[index] for index, size in sizes.items() if index < count
         )
 
-    def path_at(self, place: int) -> Path:
+    def path_at(self, index: int) -> Path:
         """Returns the segments around an operator."""
-        return self.switches[self.boundaries[bisect.bisect_right(self.boundaries, place) - 1]]
+        return self.switches[self.boundaries[bisect.bisect_right(self.boundaries, index) - 1]]
 
 
 def fastest(
@@ -138,9 +138,9 @@ class Conductor(Recorder):
         synchronized: whether the operators so far are those of the script.
         lost: whether they ever were not.
         outgrown: whether an operator returned more than the script has room for.
-        sizes: bytes that operators returned, by their places, where a script limits them.
+        sizes: bytes that operators returned, by their indices, where a script limits them.
         operators: those that came, where there is no script.
-        visits: the places at which blocks of the model began.
+        visits: the indices at which blocks of the model began.
         hooks: for tensors that autograd saves: those of the engine, or others around them.
     """
 
@@ -157,13 +157,13 @@ class Conductor(Recorder):
         self.operators: list[Operator] = []
         self.visits: dict[Visit, int] = {}
         # the next operator, the segments around the one before, and the blocks that run
-        self.place, self.path, self.depth = 0, Path(), 0
+        self.index, self.path, self.depth = 0, Path(), 0
         self._counts: Counter[str] = Counter()
         # by the ids of storages what closed segments read and saved of them
         self._readers: defaultdict[int, list[weakref.ref[External]]] = defaultdict(list)
         self._saved: defaultdict[int, list[weakref.ref[Handle]]] = defaultdict(list)
         self._sequence = -1
-        # the arguments of a turn that waits for the forward's own thread
+        # the arguments of a switch that waits for the forward's own thread
         self._waiting: tuple[Path, bool] | None = None
 
     def __torch_dispatch__(
@@ -186,7 +186,7 @@ class Conductor(Recorder):
         return out
 
     def before_write(self, tensor: Tensor) -> None:
-        """Is told that a kernel is about to write a tensor, which earlier segments may have read.
+        """Called before a kernel writes a tensor, which earlier segments may have read.
 
         They get a copy: the forward may write until it ends, as for a moving average. What autograd
         saved is kept as it is: without a segment it would have what is written.
@@ -208,25 +208,25 @@ class Conductor(Recorder):
         hold_readers(readers, storage, tensor)
 
     def _advance(self, func: Operator) -> None:
-        """Counts an operator, and turns to the segments that it belongs to."""
-        place, script = self.place, self.script
-        self.place = place + 1
+        """Counts an operator, and switches to the segments that it belongs to."""
+        index, script = self.index, self.script
+        self.index = index + 1
         if script is None:
             self.operators.append(func)
         elif self.synchronized:
-            is_other = place >= len(script.operators) or script.operators[place] is not func
+            is_other = index >= len(script.operators) or script.operators[index] is not func
             if is_other or self.outgrown:
-                self._switch_scripts([*script.operators[:place], func])
-            elif place in script.switches:
-                self._switch_segments(script.switches[place])
+                self._switch_scripts([*script.operators[:index], func])
+            elif index in script.switches:
+                self._switch_segments(script.switches[index])
         if self._waiting is not None:
             self._switch_segments(*self._waiting)
 
     def _measure(self, result: PyTree) -> None:
         """Notes what an operator returned; from the next one on a script with room is needed."""
-        place = self.place - 1
-        self.sizes[place] = size = bytes_returned(result)
-        if self.script is not None and size > self.script.limits[place]:
+        index = self.index - 1
+        self.sizes[index] = size = bytes_returned(result)
+        if self.script is not None and size > self.script.limits[index]:
             self.outgrown = True
 
     def _switch_scripts(self, operators: Sequence[Operator]) -> None:
@@ -234,29 +234,29 @@ class Conductor(Recorder):
         script = fastest(self.scripts, operators, self.sizes)
         if script is not None:
             self.script, self.outgrown = script, False
-            self._switch_segments(script.path_at(self.place - 1), fresh=True)
+            self._switch_segments(script.path_at(self.index - 1), fresh=True)
             return
         self.synchronized, self.lost = False, True
         self._switch_segments((-1,) if self.depth else ())
 
     def enter(self, block: str) -> None:
-        """Is told that a block of the model begins."""
+        """Called before a block of the model runs."""
         visit = block, self._counts[block]
         self._counts[block] += 1
         self.depth += 1
         if self.script is None:
-            self.visits[visit] = self.place
+            self.visits[visit] = self.index
         else:
             known = self.script.visits.get(visit)
-            is_elsewhere = known != self.place or not self.synchronized
+            is_elsewhere = known != self.index or not self.synchronized
             if known is not None and is_elsewhere and not self.outgrown:
-                self.place, self.synchronized = known, True
+                self.index, self.synchronized = known, True
                 self._switch_segments(self.script.path_at(known), fresh=True)
         if not self.synchronized:
             self._switch_segments((-1,), fresh=True)
 
     def leave(self) -> None:
-        """Is told that a block of the model ends."""
+        """Called after a block of the model ran."""
         self.depth -= 1
         if not self.synchronized:
             self._switch_segments(())
@@ -265,7 +265,7 @@ class Conductor(Recorder):
         """Closes and opens segments until those of a path are open; all of them anew if fresh.
 
         A backward inside of the forward runs on a thread of the device, which has the modes of the
-        forward's thread and not its segments: a turn there waits until the forward goes on.
+        forward's thread and not its segments: a switch there waits until the forward goes on.
         """
         fresh = fresh or (self._waiting is not None and self._waiting[1])
         self._waiting = None if thread.conductor is self else (path, fresh)
@@ -347,13 +347,13 @@ class Conductor(Recorder):
 
 
 def conducts() -> bool:
-    """Says whether a forward that begins now may be cut into segments."""
+    """Returns whether a forward that begins now may be cut into segments."""
     hooks = top_saved_tensors_hooks(False)
     return records() and hooks is None and thread.segment is None and thread.conductor is None
 
 
 def reason_for_plain() -> str | None:
-    """Says why a forward that records gradients is not cut into segments; None if nobody asked."""
+    """Returns why a forward that records gradients goes without its plan; None where it should."""
     if not torch.is_grad_enabled() or is_tracing():
         return None
     if thread.segment is not None or thread.conductor is not None:

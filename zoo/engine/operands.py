@@ -86,7 +86,7 @@ class Value:
         # the tensor that the kernel left, and its version
         self.base: Callable[[], Tensor | None] = weakref.ref(tensor)
         self.counter = counter
-        # bytes of memory that is made to be written, and may be by code that nobody sees
+        # bytes of memory that is made to be written, and may be by code that no mode sees
         self.blank: bytes | None = None
         self.is_empty = False  # no kernel wrote it yet
         self.after: Value | None = None  # the next version of the storage, and the one before

@@ -77,7 +77,7 @@ ABOVE = (
     "Tracer",
     "Meta",
 )
-# their results have no content until something writes it, which may be code that nobody sees
+# their results have no content until something writes it, which may be code that no mode sees
 EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted",
          "aten::new_empty", "aten::new_empty_strided"}  # fmt: skip
 # likewise their results are made to be written
@@ -140,7 +140,7 @@ class Effects:
     lists: bool = False  # it writes lists of tensors
     makes: bool = False  # it returns storages of its own
     empty: bool = False  # its result has no content yet
-    blank: bool = False  # its result is made to be written, and may be by code that nobody sees
+    blank: bool = False  # its result is made to be written, and may be by code that no mode sees
     heeded: HeededSettings | None = None  # settings that decide which kernel it runs
     norm: bool = False  # it updates statistics in training, without reading them
     overwrites: bool = False  # it does not read what it writes
@@ -171,7 +171,7 @@ def effects_of(operator: Operator) -> Effects:
 
 
 def is_view(operator: Operator) -> bool:
-    """Says whether an operator returns a view of its argument; higher-order ones do not say."""
+    """Returns whether an operator returns a view of its argument; higher-order ones do not say."""
     return bool(getattr(operator, "is_view", False))
 
 
@@ -182,7 +182,7 @@ class PythonKernels:
     Attributes:
         count: how many there were.
         later: those that were not there when zoo was imported, none of which was removed.
-        operators: torch's operators, without overloads, that somebody else gave such a kernel.
+        operators: torch's operators, without overloads, that another library gave such a kernel.
     """
 
     count: int = -1
@@ -191,7 +191,7 @@ class PythonKernels:
 
 
 _python = PythonKernels()
-# they make no numbers or are torch's own, and nobody removes them
+# they make no numbers or are torch's own, and are never removed
 _AT_FIRST = frozenset(
     name for name in PYTHON_KERNELS if name.endswith("/Meta") or name.startswith("prims/")
 )
@@ -224,7 +224,7 @@ def is_kernel(operator: Operator) -> bool:
     """Returns whether an operator does what its schema says, so that it may run twice.
 
     It is one of torch's own, takes and returns tensors and plain values, reads no file, and runs no
-    Python function that somebody registered for it or for what it may call.
+    Python function that a program registered for it or for what it may call.
     """
     schema = operator._schema
     if operator.namespace not in KERNELS:
@@ -338,7 +338,7 @@ READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
 def makes_dropout_state(operator: Operator, args: Args, kwargs: Kwargs) -> bool:
-    """Says whether an operator is one of those that make the state of cuDNN's dropout."""
+    """Returns whether an operator is one of those that make the state of cuDNN's dropout."""
     if operator is EMPTY_NUMBER:
         # none of the arguments is a tensor
         dtype, device = kwargs.get("dtype"), kwargs.get("device")

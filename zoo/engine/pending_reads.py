@@ -52,7 +52,7 @@ def fewest(before: Holders | None, now: Holders | None) -> Holders | None:
     return Holders(now.storage, *map(min, before[1:], now[1:]))
 
 
-# what nobody else holds: the tensor by itself, its storage by the tensor and by Python
+# what has no other holders: the tensor by itself, its storage by the tensor and by Python
 ALONE = (1, 2)
 
 
@@ -73,7 +73,7 @@ class _Held:
 
 
 def _references(found: "weakref.ref[External]") -> int:
-    """Returns how many references there are; `UNHELD` or fewer where nobody has one."""
+    """Returns how many references there are; `UNHELD` or fewer where it has no holder."""
     outside = found()
     return 0 if outside is None else sys.getrefcount(outside)
 
@@ -88,7 +88,7 @@ UNHELD = _references(weakref.ref(_counted)) - 1  # type: ignore[arg-type]
 
 
 def note_saved(tensor: Tensor) -> None:
-    """Has what stands for a tensor among saved tensors be noted from now on."""
+    """Notes what stands for a tensor among saved tensors from now on."""
     if id(tensor) not in SAVED:
         SAVED[id(tensor)] = []
         weakref.finalize(tensor, SAVED.pop, id(tensor), None).atexit = False

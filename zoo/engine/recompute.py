@@ -152,7 +152,7 @@ recorders = _Recorders()
 
 
 class segment:
-    """Has what the block saves for the backward replayed there, in place of keeping it.
+    """Replays what the block saves for the backward there, in place of keeping it.
 
     A user's own hooks for saved tensors around the block get each tensor as in the baseline, and
     keep what they return.
@@ -205,7 +205,7 @@ class segment:
 
 
 def is_packing() -> bool:
-    """Says whether what autograd saves on this thread is packed here."""
+    """Returns whether what autograd saves on this thread is packed here."""
     hooks = top_saved_tensors_hooks(False)
     return hooks is not None and _is_of_zoo(hooks[0])
 
@@ -218,7 +218,7 @@ def leave_hooks() -> None:
 
 
 def records() -> bool:
-    """Says whether a block that runs now saves something that can be replayed.
+    """Returns whether a block that runs now saves something that can be replayed.
 
     Under torch.func, forward-mode derivatives and tracers a function just runs.
     """

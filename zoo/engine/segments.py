@@ -138,7 +138,7 @@ class Handle:
             self.original = weakref.ref(tensor)
         else:
             self.original = original_of(tensor, tensor.untyped_storage())
-        # shares the version of the tensor, once that is written or somebody has it; and where it is
+        # shares the version of the tensor, once that is written; and where it is
         self.counter: Tensor | None = None
         self.view: View | None = None
         # of a view what it is one of, which has the same version
@@ -154,7 +154,7 @@ class Handle:
 
     @property
     def is_result(self) -> bool:
-        """Whether the operation that made the tensor saved it; asked while somebody has it."""
+        """Whether the operation that made the tensor saved it; asked while the tensor is held."""
         original = self.original()
         # of a view whose base was written since, which cannot be opened, autograd makes the history
         # anew when it is asked for: a node that comes earlier in the backward, or an error
@@ -188,7 +188,7 @@ class Handle:
         self.segment.recording.storages.hold(found)
 
     def _as_of_base(self) -> Tensor | None:
-        """Returns the view that it was, of a base which somebody has."""
+        """Returns the view that it was, of a base that is still held."""
         base = self.base()
         if base is None or self.view is None:
             return None
@@ -208,7 +208,7 @@ class Handle:
             # in the baseline it is the memory that is written
             self.is_written = True
         elif there is None:
-            # nobody has it any more, but what it was detached to may have its version
+            # it has no holder any more, but what it was detached to may have its version
             self.is_written = self.counter is None
         elif self.counter is None and type(there) is not FakeTensor:
             self.counter = counter_of(there)
@@ -283,9 +283,9 @@ class Handle:
         return TensorDescription(operator, tuple(tensor.shape), tensor.dtype, tensor.device)
 
     def _as_it_is(self, replayed: Tensor) -> Tensor:
-        """Returns the tensor itself where somebody has it: what torch does not see may write it.
+        """Returns the tensor itself where it is held: what torch does not see may write it.
 
-        Where somebody has its memory alone and other numbers are there now, it cannot be opened.
+        Where its memory alone is held and other numbers are there now, it cannot be opened.
         """
         original, home = self.original(), self.value.home()
         if original is not None:

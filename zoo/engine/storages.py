@@ -220,7 +220,7 @@ class Storages:
             holder.counter = None
         is_part = tensor.nbytes < storage.nbytes()
         if before.blank and (is_part or not (before.is_empty or tensor.requires_grad)):
-            # the rest may yet be written by code that nobody sees, or all that has no gradient
+            # the rest may yet be written by code that no mode sees, or all that has no gradient
             value.blank = sample(storage)
         value.before, value.separate = weakref.ref(before), before.separate
         before.after = self.latest[id(storage)] = value
@@ -262,7 +262,7 @@ class Storages:
         if type(tensor) is not Parameter or not (tensor.requires_grad and torch.is_grad_enabled()):
             found.sample = bytes_of(tensor)
         if not tensor.requires_grad and is_small(tensor):
-            # one copy for all tensors of a storage, as long as nobody writes it
+            # one copy for all tensors of a storage, as long as it is not written
             of_version = (
                 other
                 for other in earlier_of(found)
