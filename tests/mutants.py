@@ -217,7 +217,7 @@ GUARDS = {
     "test_recording pitfalls/test_unseen_writes": """
         Recorder._before_reshape: drop forget""",
     "test_recording test_operators": """
-        Geometry.of_storage: drop found, never negative""",
+        Geometry.of_storage: drop view, never negative""",
     "test_recording test_recompute": """
         Storages.close: without self externals, without self current
         saved_tensors._replay: empty made given alive""",

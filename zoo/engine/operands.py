@@ -247,8 +247,8 @@ class View(Geometry):
         # a view of what requires a gradient would require one, too
         if made.requires_grad and not self.trains:
             made = detached(made)
-        found = self.on(made)
-        return found.requires_grad_() if self.trains else found
+        view = self.on(made)
+        return view.requires_grad_() if self.trains else view
 
 
 class External:
@@ -321,13 +321,13 @@ class External:
         if trains:
             self.tensor.requires_grad_()
         del tensor
-        found = self.original()
-        if found is None:
+        original = self.original()
+        if original is None:
             # this was its last holder
             self.original = gone
         elif self.home is not gone and not is_given_gradient:
             # what is given a gradient autograd has, so that it does not go before the graph
-            self.original = original_of(found, found.untyped_storage())
+            self.original = original_of(original, original.untyped_storage())
 
     def is_of(self, tensor: Tensor) -> bool:
         """Returns whether this stands for a tensor."""
@@ -343,17 +343,17 @@ class External:
         tensor, original = self._unchanged(), self.original
         if original is None or self.home is gone:
             return tensor
-        found = original()
+        present = original()
         if self.has_history:
-            check_history(found)
+            check_history(present)
         storage = tensor.untyped_storage()
         # of its results autograd has the memory, of its arguments the very tensors
         if self.is_result:
             is_lost = self.home() is not storage
-        elif found is None:
+        elif present is None:
             is_lost = type(original) is Original and original.is_replaced
-        elif found.untyped_storage() is not storage:
-            return detached(found)
+        elif present.untyped_storage() is not storage:
+            return detached(present)
         else:
             return tensor
         if is_lost:
@@ -382,17 +382,17 @@ class External:
         if self.geometry is None or self.copy is None:
             if self.home is not gone and self.home() is not tensor.untyped_storage():
                 raise RecomputeError(REPLACED)
-            found = self._unchanged()
+            unchanged = self._unchanged()
         else:
             with DisableTorchDispatch():
-                found = self.geometry.of_storage(self.copy, tensor.device)
+                unchanged = self.geometry.of_storage(self.copy, tensor.device)
                 if tensor.requires_grad:
-                    found.requires_grad_()
+                    unchanged.requires_grad_()
             if self.copy is not self.home():
-                return found
-        if self.sample is not None and self.sample != bytes_of(found):
-            raise RecomputeError(UNSEEN.format(tuple(found.shape)))
-        return found
+                return unchanged
+        if self.sample is not None and self.sample != bytes_of(unchanged):
+            raise RecomputeError(UNSEEN.format(tuple(unchanged.shape)))
+        return unchanged
 
 
 def external_of(tensor: Tensor) -> External:
@@ -418,8 +418,8 @@ class SparseExternal(External):
     def resolve(self) -> Tensor:
         """Returns the tensor as the forward read it; raises as that of any other."""
         parts = [part.resolve() for part in self.parts]
-        for part, found in zip(self.parts, self.samples, strict=True):
-            if part.geometry is None and sample(part.tensor.untyped_storage()) != found:
+        for part, before in zip(self.parts, self.samples, strict=True):
+            if part.geometry is None and sample(part.tensor.untyped_storage()) != before:
                 raise RecomputeError(
                     f"a sparse tensor {tuple(self.tensor.shape)} shares its memory with a tensor "
                     "that was changed in place after the forward. Change it after the backward, or "

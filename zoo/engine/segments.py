@@ -88,10 +88,10 @@ class Segment:
 
     def all_handles(self) -> list["Handle"]:
         """Returns the handles of this segment and of those inside."""
-        found = self.living()
+        handles = self.living()
         for part in self.inner():
-            found += part.all_handles()
-        return found
+            handles += part.all_handles()
+        return handles
 
     def makes(self, value: Value) -> bool:
         """Returns whether a kernel of this segment, or of one inside, made a value."""
@@ -181,11 +181,11 @@ class Handle:
         if original is None:
             original = self._as_of_base()
         assert original is not None, "the reader holds the tensor"
-        self.kept = found = external_of(original)
+        self.kept = kept = external_of(original)
         # since which autograd minds a write
-        found.version = self.version
-        found.has_history, found.is_result = self.has_history, self.was_result
-        self.segment.recording.storages.hold(found)
+        kept.version = self.version
+        kept.has_history, kept.is_result = self.has_history, self.was_result
+        self.segment.recording.storages.hold(kept)
 
     def _as_of_base(self) -> Tensor | None:
         """Returns the view that it was, of a base that is still held."""
@@ -321,10 +321,10 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def counter_of(tensor: Tensor) -> Tensor:
     """Returns a tensor without memory of its own that shares the version counter of this one."""
-    found = detached(tensor)
+    counter = detached(tensor)
     with DisableTorchDispatch():
-        found.data = _nothing(tensor.dtype, tensor.device).expand(tensor.shape)
-    return found
+        counter.data = _nothing(tensor.dtype, tensor.device).expand(tensor.shape)
+    return counter
 
 
 class BlockListener(Protocol):

@@ -60,9 +60,9 @@ class Storages:
 
     def find(self, storage: UntypedStorage | None) -> Value | External | None:
         """Returns what a storage is now; None for one that no kernel met."""
-        found = self.latest.get(id(storage))
+        latest = self.latest.get(id(storage))
         # another storage may have come to lie where one was freed
-        return found if found is not None and found.home() is storage else None
+        return latest if latest is not None and latest.home() is storage else None
 
     def value_of(self, tensor: Tensor) -> Value | None:
         """Returns the value of a tensor whose storage a recorded kernel made."""
@@ -76,33 +76,33 @@ class Storages:
         except (NotImplementedError, RuntimeError):
             # none has a version that was made in inference mode
             return self._refer_external(tensor, None, None)
-        found = self.latest.get(id(storage))
+        latest = self.latest.get(id(storage))
         # another storage may have come to lie where one was freed
-        if found is None or found.home() is not storage:
-            found = None
-        elif isinstance(found, Value):
+        if latest is None or latest.home() is not storage:
+            latest = None
+        elif isinstance(latest, Value):
             # fast path: one version counter for the storage, and no write that no mode saw
             if (
-                found.counter == version
-                and found.separate is None
-                and not found.is_empty
-                and (found.blank is None or (found.blank and found.blank == read_storage(storage)))
+                latest.counter == version
+                and latest.separate is None
+                and not latest.is_empty
+                and ((blank := latest.blank) is None or (blank and blank == read_storage(storage)))
             ):
-                if found.trains is tensor.requires_grad and found.base() is tensor:
-                    return found
-                if id(tensor) not in self.saved and (made := found.refer(tensor)) is not None:
+                if latest.trains is tensor.requires_grad and latest.base() is tensor:
+                    return latest
+                if id(tensor) not in self.saved and (made := latest.refer(tensor)) is not None:
                     return made
-            return self._refer_value(tensor, storage, found)
+            return self._refer_value(tensor, storage, latest)
         elif (
-            (found.tensor is tensor or found.is_of(tensor))
-            and found.version == version
+            (latest.tensor is tensor or latest.is_of(tensor))
+            and latest.version == version
             and id(tensor) not in self.saved
-            and (found.sample is None or found.is_as_read())
+            and (latest.sample is None or latest.is_as_read())
         ):
-            return found
+            return latest
         if id(tensor) in self.saved:
             self.look_for_replaced(tensor, None)
-        return self._refer_external(tensor, storage, found)
+        return self._refer_external(tensor, storage, latest)
 
     def _refer_value(
         self, tensor: Tensor, storage: UntypedStorage, value: Value
@@ -110,8 +110,8 @@ class Storages:
         if value.has_version(tensor) and value.is_untouched(storage):
             if id(tensor) in self.saved:
                 self.look_for_replaced(tensor, value)
-            found = value.refer(tensor)
-            return self._refer_external(tensor, None, None) if found is None else found
+            reference = value.refer(tensor)
+            return self._refer_external(tensor, None, None) if reference is None else reference
         # written by code that no mode sees, so known only as it is now
         if value.handles() and value.has_version(tensor):
             # autograd, which saved it, has what was written
@@ -122,17 +122,17 @@ class Storages:
         self, tensor: Tensor, storage: UntypedStorage | None, latest: External | None
     ) -> External:
         home = gone if storage is None else weakref.ref(storage)
-        found = self.current.get(id(tensor))
+        external = self.current.get(id(tensor))
         if (
-            found is not None
-            and found.is_of(tensor)
+            external is not None
+            and external.is_of(tensor)
             # `Tensor.data` may have given it another storage
-            and found.home is home
-            and found.version == version_of(tensor)
-            and not found.is_copied
-            and found.is_as_read()
+            and external.home is home
+            and external.version == version_of(tensor)
+            and not external.is_copied
+            and external.is_as_read()
         ):
-            return found
+            return external
         parts: list[Tensor] = []
         if storage is None:
             if tensor.is_inference():
@@ -140,33 +140,33 @@ class Storages:
                 return External(tensor)
             # a fake one has no numbers that could change
             parts = [] if isinstance(tensor, FakeTensor) else parts_of(tensor)
-        found = (
+        external = (
             SparseExternal(tensor, [*map(self._refer_part, parts)])
             if parts
             else External(tensor, home, latest)
         )
-        self.current[id(tensor)] = found
-        self.externals.append(found)
+        self.current[id(tensor)] = external
+        self.externals.append(external)
         if self.is_replayed:
-            found.detach_graph(detached)
+            external.detach_graph(detached)
         if storage is not None:
-            self.latest[id(storage)] = found
-        return found
+            self.latest[id(storage)] = external
+        return external
 
     def _refer_part(self, tensor: Tensor) -> External:
         """Returns what stands for a part of a sparse tensor, whose storage may be another's."""
         storage = tensor.untyped_storage()
         latest = self.find(storage)
-        found = External(
+        external = External(
             tensor, weakref.ref(storage), latest if isinstance(latest, External) else None
         )
-        found.is_read = True
-        self.externals.append(found)
+        external.is_read = True
+        self.externals.append(external)
         if isinstance(latest, Value):
-            latest.readers = [*latest.readers, found]
+            latest.readers = [*latest.readers, external]
         else:
-            self.latest[id(storage)] = found
-        return found
+            self.latest[id(storage)] = external
+        return external
 
     def still_there(self, value: Value) -> Tensor | None:
         """Returns a tensor that has a value still; None where none is known or it was written.
@@ -254,24 +254,24 @@ class Storages:
         """Leaves open what a storage is, until its next kernel: external then."""
         self.latest.pop(id(storage_of(tensor)), None)
 
-    def before_read(self, found: External) -> None:
+    def before_read(self, external: External) -> None:
         """Called before a kernel first reads an external tensor, which is copied if it is small."""
-        found.is_read = True
-        tensor = found.tensor
+        external.is_read = True
+        tensor = external.tensor
         # what is computed with a weight has a gradient, and is compared when it is replayed
         if type(tensor) is not Parameter or not (tensor.requires_grad and torch.is_grad_enabled()):
-            found.sample = bytes_of(tensor)
+            external.sample = bytes_of(tensor)
         if not tensor.requires_grad and is_small(tensor):
             # one copy for all tensors of a storage, as long as it is not written
             of_version = (
                 other
-                for other in earlier_of(found)
-                if other.version == found.version and other.is_as_read()
+                for other in earlier_of(external)
+                if other.version == external.version and other.is_as_read()
             )
             copy = next((other.copy for other in of_version if other.copy is not None), None)
-            found.hold(_copied(tensor.untyped_storage(), tensor) if copy is None else copy)
-        elif found.home is not gone and type(tensor) is not FakeTensor:
-            found.memory = memory_of(tensor)
+            external.hold(_copied(tensor.untyped_storage(), tensor) if copy is None else copy)
+        elif external.home is not gone and type(tensor) is not FakeTensor:
+            external.memory = memory_of(tensor)
 
     def before_write(self, tensor: Tensor) -> None:
         """Called before an unrecorded write: a storage that a kernel read is copied.
@@ -342,8 +342,8 @@ class Storages:
         """Called at a replay inside of the forward, whose graphs are gone before that ends."""
         if not self.is_replayed:
             self.is_replayed = True
-            for found in self.externals:
-                found.detach_graph(detached)
+            for external in self.externals:
+                external.detach_graph(detached)
 
     def note_copy(self, value: Value, tensor: Tensor) -> None:
         """Marks what a replay has made of a value: reads of it count as reads of the value."""
@@ -359,28 +359,28 @@ class Storages:
                 # which gives it to NumPy and DLPack
                 value.blank = sample(tensor.untyped_storage()) or None
 
-    def hold(self, found: External) -> None:
+    def hold(self, external: External) -> None:
         """Holds the very tensor while the recording is open: it may get other memory yet."""
         if self.is_open:
-            self.externals.append(found)
+            self.externals.append(external)
         else:
-            found.detach_graph(detached)
+            external.detach_graph(detached)
 
     def close(self) -> None:
         """Ends the recording; only what its kernels and handles refer to is kept."""
         self.is_open = False
         detach = detach_here()
-        for found in self.externals:
-            found.earlier = None
-            found.detach_graph(detach)
+        for external in self.externals:
+            external.earlier = None
+            external.detach_graph(detach)
         del self.externals, self.latest, self.current, self.saved
 
 
-def earlier_of(found: External | None) -> Iterator[External]:
+def earlier_of(external: External | None) -> Iterator[External]:
     """Yields the external tensors of one storage, the latest first."""
-    while found is not None:
-        yield found
-        found = found.earlier
+    while external is not None:
+        yield external
+        external = external.earlier
 
 
 def hold_readers(readers: Iterable[External], storage: UntypedStorage, tensor: Tensor) -> None:

@@ -44,7 +44,7 @@ _EXCLUDED = functools.reduce(
 
 def alive(references: Iterable[Callable[[], T | None]]) -> list[T]:
     """Returns what weak references still refer to."""
-    return [found for reference in references if (found := reference()) is not None]
+    return [held for reference in references if (held := reference()) is not None]
 
 
 def has_own_storage(kind: type) -> bool:
@@ -127,11 +127,11 @@ class Geometry:
 
     def of_storage(self, storage: UntypedStorage, device: torch.device) -> Tensor:
         """Returns the tensor of this geometry on a storage."""
-        found = torch.empty(0, dtype=self.dtype, device=device)
-        found.set_(storage, self.offset, self.sizes, self.strides)
+        view = torch.empty(0, dtype=self.dtype, device=device)
+        view.set_(storage, self.offset, self.sizes, self.strides)
         if self.conjugate:
-            found = conj(found)
-        return neg_view(found) if self.negative else found
+            view = conj(view)
+        return neg_view(view) if self.negative else view
 
 
 class Original(weakref.ref[Tensor]):
@@ -166,9 +166,9 @@ def original_of(tensor: Tensor, storage: UntypedStorage) -> Original:
     home = storage._cdata
     last = ctypes.c_size_t(home)
     pointer = tensor._cdata + OFFSET_OF_STORAGE_POINTER
-    found = Original(tensor, functools.partial(_move, ctypes.addressof(last), pointer))
-    found.home, found.storage = home, last
-    return found
+    reference = Original(tensor, functools.partial(_move, ctypes.addressof(last), pointer))
+    reference.home, reference.storage = home, last
+    return reference
 
 
 def detach_here() -> Callable[[Tensor], Tensor]:
@@ -185,10 +185,10 @@ def detached(tensor: Tensor) -> Tensor:
     if detach_here() is not detached:
         return tensor.detach()
     with ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED), DisableTorchDispatch():
-        found = tensor.detach()
+        result = tensor.detach()
     if isinstance(tensor, FakeTensor):
-        return FakeTensor(tensor.fake_mode, found, tensor.fake_device)
-    return found
+        return FakeTensor(tensor.fake_mode, result, tensor.fake_device)
+    return result
 
 
 def memory_of(tensor: Tensor) -> Tensor:
