@@ -53,7 +53,7 @@ def track(
     model: nn.Module,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    inputs: PyTree = (),
+    inputs: Inputs = (),
     allocator: bool = False,
 ) -> Tracker:
     """Tracks the memory of a block of code: a context manager and a decorator.

@@ -17,7 +17,7 @@ import copy
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from zoo.engine.replay_check import OTHER_NUMBERS, checking
 from zoo.engine.saved_tensors import pack, unpack
 from zoo.engine.unseen_writes import without_fingerprints
 from zoo.errors import ArgumentError, RecomputeError
-from zoo.invocation import Invocation, Loss, check_step
+from zoo.invocation import Inputs, Invocation, Loss, check_step
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
 from zoo.policy.options import Checkpoint, option_for, plan_or_option
@@ -49,7 +49,7 @@ MOMENTUM = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 @shown("zoo.verify")
 def verify(
     model: nn.Module,
-    inputs: PyTree,
+    inputs: Inputs | Callable[[int], Inputs],
     checkpoint: Checkpoint = True,
     *,
     steps: int = 3,
@@ -149,7 +149,7 @@ def weighted_sum(outputs: PyTree) -> Tensor:
     return sum((part.to(parts[0]) for part in parts[1:]), parts[0])
 
 
-def _batch(inputs: PyTree, step: int) -> Invocation:
+def _batch(inputs: Inputs | Callable[[int], Inputs], step: int) -> Invocation:
     batch = Invocation.of(inputs(step) if callable(inputs) else inputs)
     if any(tensor.is_meta for tensor in batch.tensors):
         raise ArgumentError("these inputs are on the meta device and have no bits; pass real ones")

@@ -14,7 +14,7 @@ with it each write and each draw of random numbers, so that there is none in a s
 import functools
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -193,7 +193,9 @@ class _Run(Interpreter):
         super().__init__(graph)
         self._watch = watch
 
-    def call_function(self, target: Any, args: Args, kwargs: Kwargs) -> PyTree:
+    def call_function(
+        self, target: Callable[..., object] | str, args: Args, kwargs: Kwargs
+    ) -> PyTree:
         """Calls a function, or runs a segment as a graph in the graph."""
         if target is not torch.ops.higher_order.tag_activation_checkpoint:
             return super().call_function(target, args, kwargs)

@@ -19,7 +19,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -29,7 +29,6 @@ from torch.utils.checkpoint import checkpoint
 from zoo._torch import (
     Args,
     Kwargs,
-    PyTree,
     are_functorch_transforms_active,
     are_saved_tensors_hooks_enabled,
     compile_time,
@@ -45,7 +44,8 @@ from zoo.engine.saved_tensors import pack, prune, refuse_hooks, unpack
 from zoo.engine.segments import Segment, thread
 from zoo.errors import ArgumentError, RecomputeError
 
-Function = Callable[..., PyTree]
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
 HOOKS = saved_tensors_hooks(pack, unpack)
 
 
@@ -66,7 +66,7 @@ def _resume_hooks() -> None:
         saved_tensors_hooks(*hooks).__enter__()
 
 
-def _is_of_zoo(function: Any) -> bool:
+def _is_of_zoo(function: object) -> bool:
     # or what logs a step around it
     return function is pack or str(getattr(function, "__module__", "")).startswith("zoo.")
 
@@ -74,7 +74,9 @@ def _is_of_zoo(function: Any) -> bool:
 watch_hooks_of_saved_tensors(_pause_hooks, _resume_hooks, refuse_hooks)
 
 
-def recompute(function: Function, *args: Any, use_reentrant: bool = False, **kwargs: Any) -> PyTree:
+def recompute(
+    function: Callable[..., T], *args: Any, use_reentrant: bool = False, **kwargs: Any
+) -> T:
     """Calls `function(*args, **kwargs)` without keeping what it saves for the backward.
 
     A drop-in for `torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)` that is
@@ -98,7 +100,7 @@ def recompute(function: Function, *args: Any, use_reentrant: bool = False, **kwa
     return segment().run(function, *args, **kwargs)
 
 
-def _recompute_compiled(function: Function, args: Args, kwargs: Kwargs) -> PyTree:
+def _recompute_compiled(function: Callable[..., T], args: Args, kwargs: Kwargs) -> T:
     if not torch.compiler.is_compiling():
         return uncompiled(recompute)(function, *args, **kwargs)
     try:
@@ -115,7 +117,7 @@ class NeverRaised(Exception):
     """
 
 
-def run_compiled_segment(function: Function, *args: PyTree, **kwargs: PyTree) -> PyTree:
+def run_compiled_segment(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Calls a function as a segment of a graph, in a frame that is compiled whole.
 
     Raises:
@@ -127,7 +129,7 @@ def run_compiled_segment(function: Function, *args: PyTree, **kwargs: PyTree) ->
     return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 
 
-def _compiled_only(function: Function, *args: PyTree, **kwargs: PyTree) -> PyTree:
+def _compiled_only(function: Callable[..., T], *args: object, **kwargs: object) -> T:
     if not torch.compiler.is_compiling():
         raise RecomputeError(
             "torch.compile did not compile a segment and runs it by torch's checkpoint, which is "
@@ -136,7 +138,7 @@ def _compiled_only(function: Function, *args: PyTree, **kwargs: PyTree) -> PyTre
     return function(*args, **kwargs)
 
 
-def uncompiled(function: Function) -> Function:
+def uncompiled(function: F) -> F:
     """Returns a function that runs as it is where the compiler gave up the frame that calls it."""
     return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
@@ -163,7 +165,7 @@ class segment:
     def __init__(self) -> None:
         self.part: Segment | None = None
 
-    def run(self, function: Function, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    def run(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
         """Calls a function; whatever interrupts it, and where, the thread is left as it was."""
         try:
             with self:
@@ -232,7 +234,7 @@ def records() -> bool:
 
 
 @contextlib.contextmanager
-def observed(observer: Callable[[], Any]) -> Iterator[None]:
+def observed(observer: Callable[[], object]) -> Iterator[None]:
     """Notes inside the block where each kernel was called: `thread.origin` in its replay."""
     earlier, thread.observer = thread.observer, observer
     try:

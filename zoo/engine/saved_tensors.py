@@ -63,9 +63,7 @@ class Opaque:
 
     def __init__(self, tensor: Tensor, pack: Callable[[Tensor], object]) -> None:
         self.counted = counted(tensor)
-        apart = take_apart(tensor)
-        assert apart is not None, "it is a wrapper"
-        parts, self.make = apart
+        parts, self.make = take_apart(tensor)
         # a mesh of devices may be among them; and offsets, which identify the sizes of a tensor
         self.packed = {n: pack(part) if _has_gradient(part) else part for n, part in parts.items()}
 

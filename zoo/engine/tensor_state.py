@@ -18,6 +18,7 @@ from zoo._torch import (
     DispatchKeySet,
     FakeTensor,
     ForceDispatchKeyGuard,
+    Kwargs,
     PyTree,
     conj,
     count_dispatch_modes,
@@ -89,12 +90,10 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     return []
 
 
-def take_apart(
-    tensor: object,
-) -> tuple[dict[str, object], Callable[[dict[str, PyTree]], PyTree]] | None:
-    """Returns the parts of a wrapper and what makes one of such parts; None for other tensors."""
+def take_apart(tensor: object) -> tuple[Kwargs, Callable[[Kwargs], PyTree]]:
+    """Returns the parts of a wrapper, none of any other tensor, and what makes it of such parts."""
     if not is_traceable_wrapper_subclass(tensor):
-        return None
+        return {}, lambda _: tensor
     names, context = tensor.__tensor_flatten__()
     kind, sizes, strides = type(tensor), tensor.size(), tensor.stride()
     parts = {name: getattr(tensor, name) for name in names}
@@ -103,7 +102,7 @@ def take_apart(
 
 def parts_of_wrapper(tensor: object) -> list[Tensor]:
     """Returns the tensors that a wrapper, whose own dispatch takes it apart, consists of."""
-    parts, _ = take_apart(tensor) or ({}, None)
+    parts, _ = take_apart(tensor)
     return [part for part in parts.values() if isinstance(part, Tensor)]
 
 
