@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zoo._torch import (
+    Args,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    Kwargs,
     Operator,
     PyTree,
     pytree,
@@ -26,7 +28,7 @@ from zoo.profiling.tensor_spec import flattened, tensors_held_by
 from zoo.units import shape_text
 
 # of what a model returns, whole, as in loss(model(inputs))
-Loss = Callable[[Any], Tensor]
+Loss = Callable[[PyTree], Tensor]
 NUMBERS_READ = (
     "It reads a number out of its targets or of what the model returns, which are not known while "
     "planning: compute that number before, as one_hot(targets, classes) wants it, or leave loss= "
@@ -42,15 +44,15 @@ MOST_OBJECTS = 256
 # as many in a title
 MOST_SHAPES = 4
 # what a user writes for what a model is called with
-Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
+Inputs = Tensor | Sequence[PyTree] | Mapping[str, PyTree]
 
 
 @dataclass(frozen=True)
 class Invocation:
     """The arguments of one call of a model."""
 
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    args: Args = ()
+    kwargs: Kwargs = field(default_factory=dict)
 
     @classmethod
     def of(cls, inputs: PyTree) -> "Invocation":
@@ -117,7 +119,7 @@ def fake_at(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tenso
 class InputSpec(NamedTuple):
     """The structure and the sizes of the arguments of a call: what a plan is made for."""
 
-    structure: Any
+    structure: object
     sizes: tuple[tuple[int, ...], ...]
 
     @classmethod
@@ -178,7 +180,7 @@ def _weights_of(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
                 yield weight
 
 
-def _state(model: nn.Module) -> tuple[Any, ...]:
+def _state(model: nn.Module) -> tuple[object, ...]:
     """Lists each parameter's type and whether it is trained, and the mode of each module."""
     modules = _modules_of(model)
     weights = tuple((weight.dtype, weight.requires_grad) for weight in _weights_of(modules))
@@ -191,7 +193,7 @@ def needs_gradients(model: nn.Module, given: Invocation) -> bool:
     return trained or any(tensor.requires_grad for tensor in given.tensors)
 
 
-def _leaf_spec(leaf: PyTree) -> PyTree:
+def _leaf_spec(leaf: PyTree) -> object:
     if isinstance(leaf, Tensor):
         # of devices of a type each rank has another, and all agree on a plan
         return leaf.dtype, leaf.device.type, leaf.requires_grad, leaf.layout
@@ -310,7 +312,7 @@ def _name(loss: Loss) -> str:
     return getattr(loss, "__name__", type(loss).__name__)
 
 
-def checked_loss(loss: Loss, found: Any) -> Tensor:
+def checked_loss(loss: Loss, found: object) -> Tensor:
     """Returns what a loss returned; raises ArgumentError unless it is a tensor of one element."""
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise ArgumentError(
@@ -329,7 +331,7 @@ class _ZerosForMeta(TorchFunctionMode):
         self.zeros: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(
-        self, func: Operator, types: Any, args: Any = (), kwargs: Any = None
+        self, func: Operator, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> PyTree:
         if self.device.type != "meta":
             args, kwargs = pytree.tree_map_only(Tensor, self._zeros, (args, kwargs))
@@ -344,7 +346,7 @@ class _ZerosForMeta(TorchFunctionMode):
         return self.zeros[id(value)][1]
 
 
-def _shape(value: Any) -> str:
+def _shape(value: object) -> str:
     """Says what a value is: 'a tensor of shape (8, 5)', 'tuple (a tensor of shape (), dict)'."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"

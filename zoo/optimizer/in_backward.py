@@ -104,7 +104,7 @@ class FreedGradient(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Operator, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Operator, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> PyTree:
         """Refuses every kernel but zeros, and `detach`, which returns the same object."""
         if func is torch.ops.aten.detach.default:
@@ -119,7 +119,7 @@ class FreedGradient(Tensor):
         )
 
     @classmethod
-    def _write_zeros(cls, func: Operator, args: Any) -> PyTree:
+    def _write_zeros(cls, func: Operator, args: Args) -> PyTree:
         gradients = pytree.tree_leaves(args)
         marks = [gradient for gradient in gradients if isinstance(gradient, cls)]
         for mark in marks:
@@ -580,7 +580,7 @@ def _check_wrappers(names: set[str]) -> None:
         )
 
 
-def _check_forward(model: nn.Module, args: Any) -> None:
+def _check_forward(model: nn.Module, args: object) -> None:
     """Refuses a forward whose gradients would not be the optimizer's, before any is made."""
     if DistributedDataParallel._active_ddp_module is not None:
         _check_wrappers({"DistributedDataParallel"})

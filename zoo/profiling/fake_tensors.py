@@ -89,7 +89,7 @@ class FakeTensorFixes(KernelMode):
         self.asked = False  # for unknown values, even if the forward went on
         self._constants: Any = WeakTensorKeyDictionary()  # fake tensors -> real ones
         # storages of real ones whose fakes were overwritten with unknown values
-        self._stale: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._stale: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._entered: list[contextlib.ExitStack] = []
         # devices on which the state of cuDNN's dropout was made, which a forward has yet to make
         self._dropout: set[torch.device] = set()
@@ -144,14 +144,14 @@ class FakeTensorFixes(KernelMode):
                 raise NumbersNeeded
             return real
 
-        def array(fake: Tensor, **_: object) -> PyTree:
+        def array(fake: Tensor, **_: object) -> object:
             real = read(fake)
             # as of a real tensor, which a mode would make a fake one, without numbers
             fake.detach()
             with DisableTorchDispatch():
                 return real.numpy()
 
-        def is_unknown(value: Any) -> bool:
+        def is_unknown(value: object) -> bool:
             return isinstance(value, FakeTensor) and self._real_of(value) is None
 
         replace = mock.patch.object
@@ -317,11 +317,11 @@ def _least_and_highest(x: Tensor) -> Iterator[Tensor]:
 @functools.cache
 def _takes_both_at_once() -> bool:
     """Returns whether this torch's `one_hot` calls `aminmax`, as 2.14 does and 2.11 does not."""
-    operators: list[Any] = []
+    operators: list[Operator] = []
 
     class Names(TorchDispatchMode):
         def __torch_dispatch__(
-            self, func: Operator, _: Any, args: Any = (), kwargs: Any = None
+            self, func: Operator, _: object, args: Args = (), kwargs: Kwargs | None = None
         ) -> PyTree:
             operators.append(func)
             return func(*args, **kwargs or {})
@@ -338,9 +338,9 @@ def put_tensors(model: nn.Module, made: Mapping[int, Tensor]) -> None:
     """
     leaves = (nn.Module, *VALUES)
     # by id; the original is held, so that no other object gets its id
-    known: dict[int, tuple[Any, Any]] = {}
+    known: dict[int, tuple[PyTree, PyTree]] = {}
 
-    def other(value: Any) -> PyTree:
+    def other(value: PyTree) -> PyTree:
         if isinstance(value, Tensor):
             return made.get(id(value), value)
         # to flatten is slow, and most values are no containers
@@ -352,7 +352,7 @@ def put_tensors(model: nn.Module, made: Mapping[int, Tensor]) -> None:
             known[id(value)] = value, replaced(value)
         return known[id(value)][1]
 
-    def replaced(value: Any) -> PyTree:
+    def replaced(value: PyTree) -> PyTree:
         if isinstance(value, list | dict):
             places = value.items() if isinstance(value, dict) else enumerate(value)
             for place, part in list(places):
@@ -374,7 +374,7 @@ def copied(tensor: Tensor) -> Tensor:
         return tensor.detach().to(CPU, copy=True)
 
 
-def answer(question: Any, tensor: Tensor) -> PyTree:
+def answer(question: Operator, tensor: Tensor) -> PyTree:
     """Returns the device or layout of a tensor, as a `FakeTensorMode` does."""
     if question is not DEVICE or type(tensor) is not FakeTensor:
         return question(tensor)

@@ -36,11 +36,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -80,6 +80,7 @@ from zoo.profiling.source_location import UNKNOWN, Location, Locations, is_diffe
 from zoo.profiling.tensor_spec import storages_of, tensors_in
 from zoo.profiling.timeline import WORKSPACE, Allocation, Mark, Timeline
 
+F = TypeVar("F", bound=Callable[..., object])
 _UNSHAPED = torch.empty(0, device="meta")
 _FSDP = "torch.distributed.fsdp."
 
@@ -141,7 +142,7 @@ class Tracker(ContextDecorator):
         self.allocator, self.timeline = allocator, Timeline()
         self._open: list[AbstractContextManager[None]] = []
 
-    def __call__(self, function: Any) -> PyTree:
+    def __call__(self, function: F) -> F:
         """Tracks each call of a function."""
         if not callable(function):
             raise ArgumentError(
@@ -197,7 +198,7 @@ class StorageRecorder(TorchDispatchMode):
         self.lifetimes: list[StorageLifetime] = []
         self.trail: list[tuple[int, str, Location]] = []  # when phase or location changed
         self.alive: dict[int, StorageLifetime] = {}
-        self.ends: dict[int, weakref.ref[Any]] = {}
+        self.ends: dict[int, weakref.ref[UntypedStorage]] = {}
         self.made_by: dict[int, Location] = {}
         self.phase, self.location, self.is_forward = "", UNKNOWN, True
         self.task, self.thread = -1, threading.get_ident()
@@ -393,7 +394,7 @@ class StorageRecorder(TorchDispatchMode):
         return thread.replaying or not is_differentiated(caller)
 
     def _location_of_node(self) -> Location:
-        node: Any = current_node()
+        node = current_node()
         name = self.names.get(id(getattr(node, "variable", None)))
         if name is not None:
             return self.locations.of_module(name.rpartition(".")[0])

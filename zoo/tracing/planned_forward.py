@@ -36,6 +36,7 @@ from torch import nn
 from zoo._torch import (
     Args,
     Kwargs,
+    Operator,
     PyTree,
     active_fake_mode,
     compile_time,
@@ -119,7 +120,7 @@ class Patch:
         forward = vars(module).get("forward", self.class_forward.forward)
         self.__doc__, self.__module__ = forward.__doc__, getattr(forward, "__module__", "")
 
-    def __getattr__(self, name: str) -> PyTree:
+    def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the original forward, as bound methods do of their function."""
         if "class_forward" not in vars(self):  # a pickle is being loaded
             raise AttributeError(name)
@@ -204,7 +205,7 @@ class Patch:
             del vars(module)["forward"]
             vars(module).update({} if self.before is None else {"forward": self.before})
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # a function may be no global name
         return vars(self) | {"module": self.module(), "class_forward": None}
 
@@ -280,7 +281,7 @@ class Notices:
     # whether the forward of the model is being compiled
     is_compiled: bool = False
 
-    def warn(self, what: str, text: str, *values: Any) -> None:
+    def warn(self, what: str, text: str, *values: object) -> None:
         """Logs a warning, whose first value is the model's name."""
         if what not in self.said:
             self.said.add(what)
@@ -352,7 +353,7 @@ class PatchedForward(Patch):
         # whether gradients came from neither parameters nor arguments
         self.has_hidden_gradients = False
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return super().__getstate__() | {"traces": {}, "latest": None, "has_run": False}
 
     def install(self) -> None:
@@ -422,7 +423,7 @@ class PatchedForward(Patch):
                 check = functools.partial(self._warn_if_held, weakref.ref(output))
                 output.grad_fn.register_prehook(check)
 
-    def _warn_if_held(self, reference: "weakref.ref[torch.Tensor]", _: Any) -> None:
+    def _warn_if_held(self, reference: "weakref.ref[torch.Tensor]", _: object) -> None:
         if (output := reference()) is not None:
             self.notices.warn(
                 "outputs",
@@ -622,7 +623,7 @@ class PatchedForward(Patch):
         return outputs
 
     def _plan(
-        self, given: Invocation, spec: InputSpec, trace: StepTrace, operators: Sequence[Any]
+        self, given: Invocation, spec: InputSpec, trace: StepTrace, operators: Sequence[Operator]
     ) -> None:
         """Plans for a traced forward, unless there is a plan that serves it."""
         traces, count = self._traces_for(spec), self._plannings(spec)
@@ -669,7 +670,7 @@ def _with_room(traces: Traces, spec: InputSpec) -> list[Script]:
     return [one for one in traces.branches if growth <= min(one.room, SHARED)]
 
 
-def _warn_of_blocks_alone(_: Any) -> None:
+def _warn_of_blocks_alone(_: object) -> None:
     """Warns while a model is compiled that its budget, or its plan, is not in force."""
     _log.warning(
         "a model with a memory budget or a plan of its own is compiled as a whole: each of its "
