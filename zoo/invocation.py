@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -28,7 +28,7 @@ from zoo.profiling.tensor_spec import flattened, tensors_held_by
 from zoo.units import shape_text
 
 # of what a model returns, whole, as in loss(model(inputs))
-Loss = Callable[[PyTree], Tensor]
+Loss = Callable[[Any], Tensor]
 NUMBERS_READ = (
     "It reads a number out of its targets or of what the model returns, which are not known while "
     "planning: compute that number before, as one_hot(targets, classes) wants it, or leave loss= "
@@ -44,7 +44,7 @@ MOST_OBJECTS = 256
 # as many in a title
 MOST_SHAPES = 4
 # what a user writes for what a model is called with
-Inputs = Tensor | Sequence[PyTree] | Mapping[str, PyTree]
+Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
