@@ -26,7 +26,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -35,6 +35,7 @@ from zoo.engine.devices import devices_in_use, random_state_restored
 from zoo.errors import ZooError
 from zoo.profiling.source_location import line_of_frame
 
+T = TypeVar("T")
 # part of the error of autograd's engine in a forked process where it has threads for a device
 NO_FORK = "fork-based multiprocessing"
 # seconds without CPU time after which a child is taken to be blocked forever
@@ -74,7 +75,7 @@ def can_fork() -> bool:
     return hasattr(os, "fork") and not devices_in_use()
 
 
-def isolated(function: Callable[[bool], Any], failed: Callable[[str], ZooError]) -> Any:
+def isolated(function: Callable[[bool], T], failed: Callable[[str], ZooError]) -> T:
     """Calls a function isolated from the program, and returns its result, which must pickle.
 
     The function is told whether it runs in a forked process, where its changes have no effect on
@@ -83,7 +84,7 @@ def isolated(function: Callable[[bool], Any], failed: Callable[[str], ZooError])
     Raises:
         ZooError: the function's own, or `failed` of the text of any other error.
     """
-    answer: Any = Failed(NO_FORK)
+    answer: T | Failed = Failed(NO_FORK)
     if can_fork():
         answer = in_fork(lambda: _answer(function, True))
     if isinstance(answer, Failed) and NO_FORK in answer.text:
@@ -94,7 +95,7 @@ def isolated(function: Callable[[bool], Any], failed: Callable[[str], ZooError])
     return answer
 
 
-def _answer(function: Callable[[bool], Any], is_apart: bool) -> Any:
+def _answer(function: Callable[[bool], T], is_apart: bool) -> T | Failed:
     # inside a FakeTensorMode the modes must stay
     modes = disable_current_modes() if active_fake_mode() is None else contextlib.nullcontext()
     try:
@@ -104,7 +105,7 @@ def _answer(function: Callable[[bool], Any], is_apart: bool) -> Any:
         return _failed(error)
 
 
-def in_fork(function: Callable[[], Any]) -> Any:
+def in_fork(function: Callable[[], T | Failed]) -> T | Failed:
     """Calls a function in a forked process; returns its result or `Failed`."""
     reader, writer = os.pipe()
     # Python seeds its generator anew in a forked process, and a forward may branch by it
@@ -129,10 +130,13 @@ def in_fork(function: Callable[[], Any]) -> Any:
         # other code may have waited for all children
         with contextlib.suppress(ChildProcessError):
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return pickle.loads(answer) if answer else Failed(f"it ended the process, with status {status}")
+    if not answer:
+        return Failed(f"it ended the process, with status {status}")
+    result: T | Failed = pickle.loads(answer)
+    return result
 
 
-def _be_child(function: Callable[[], Any], writer: int) -> NoReturn:
+def _be_child(function: Callable[[], object], writer: int) -> NoReturn:
     """Sends the answer and ends the process at once, without the cleanup that is the parent's."""
     try:
         gc.disable()
