@@ -22,7 +22,7 @@ import zoo
 from tests.training import Residuals, assert_same, everything, images
 from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.api.verify import verify, weighted_sum
-from zoo.engine.recording import thread
+from zoo.engine.segments import thread
 from zoo.errors import ArgumentError, DeterminismError, InputError, PlanError, VerifyError
 from zoo.models.densenet import DenseNet
 from zoo.optimizer.independence import step_alone

@@ -33,7 +33,7 @@ from torch.nn.utils import parametrizations, spectral_norm as hooked_spectral_no
 import zoo
 from tests.fuzz.plans import Shape, Stretched, shapes, stretched_plan
 from tests.training import Record, assert_same, everything, images, train
-from zoo.engine import recording
+from zoo.engine import segments
 from zoo.layers.drop_path import DropPath
 from zoo.planner.plan import Plan
 
@@ -344,8 +344,8 @@ def check(description: Description) -> int:
     assume(all(finite))
     plan = put_in_force(checkpointed, description)
     # draws as small as these take fewer bytes than a random state and would all be kept
-    largest = recording.PACKED_SIZE if description.keeps_draws else 0
-    with mock.patch.object(recording, "PACKED_SIZE", largest):
+    largest = segments.PACKED_SIZE if description.keeps_draws else 0
+    with mock.patch.object(segments, "PACKED_SIZE", largest):
         assert_same(trained(checkpointed, description), expected)
     if not _has(description, "python_random"):
         assert zoo.plan_of(checkpointed) == plan()

@@ -59,7 +59,7 @@ from tests.fuzz.plans import Shape, Stretched, shapes
 from tests.training import Counting, assert_same, frozen, state_of
 from zoo.engine.kernel_segments import Conductor, Script, conducts
 from zoo.engine.recompute import recompute
-from zoo.engine.recording import thread
+from zoo.engine.segments import thread
 from zoo.planner.plan import Item, Plan
 
 STEPS = 3

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from tests.profiling import cuda_runtime
 from zoo._torch import FakeTensor, FakeTensorMode
-from zoo.engine.operator_effects import effects_of
-from zoo.engine.recording import written_by
+from zoo.engine.operator_effects import effects_of, written_by
 from zoo.profiling.cudnn_recurrent import Network
 from zoo.profiling.fake_tensors import FakeTensorFixes
 

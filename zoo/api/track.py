@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo._torch import FakeTensorMode
+from zoo._torch import FakeTensorMode, PyTree
 from zoo.api.checkpoint import checkpoint as put_in_force, outline_of
 from zoo.engine.devices import random_state_restored
 from zoo.errors import ArgumentError
@@ -53,7 +53,7 @@ def track(
     model: nn.Module,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    inputs: Any = (),
+    inputs: Inputs = (),
     allocator: bool = False,
 ) -> Tracker:
     """Tracks the memory of a block of code: a context manager and a decorator.
@@ -326,7 +326,7 @@ def _own(mode: FakeTensorMode | None, device: torch.device, tensor: Tensor) -> T
     return fake_at(mode, tensor, device) if tensor.is_meta else mode.from_tensor(tensor)
 
 
-def mean_of(outputs: Any) -> Tensor:
+def mean_of(outputs: PyTree) -> Tensor:
     """Returns the loss among named outputs, or the summed means of all floating tensors -> ()."""
     own = own_loss(outputs)
     if isinstance(own, Tensor) and own.numel() == 1:

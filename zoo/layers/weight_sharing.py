@@ -141,7 +141,7 @@ class _Token(torch.autograd.Function):
         return weight.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> Any:
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         return ctx.total.sums.pop(current_backward(), None), None
 
 
@@ -157,7 +157,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (weight, x) = gradients, ctx.saved_tensors
         for_weight = ctx.total.add(
             ctx, gradient, lambda: gradient.t() @ x, lambda total: total.addmm_(gradient.t(), x)
@@ -177,7 +177,7 @@ class _Lookup(torch.autograd.Function):
         return F.embedding(tokens, weight)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (tokens,) = gradients, ctx.saved_tensors
         make = functools.partial(_row_sums, gradient, tokens, ctx.rows)
         add = functools.partial(_add_rows, gradient, tokens.flatten())

@@ -28,7 +28,11 @@ from torch.optim import Optimizer
 
 from zoo._torch import (
     HOOKS_OF_ALL_STEPS,
+    Args,
     DisableAutocast,
+    Kwargs,
+    Operator,
+    PyTree,
     current_backward,
     pytree,
     queue_callback,
@@ -100,8 +104,8 @@ class FreedGradient(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: Operator, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
         """Refuses every kernel but zeros, and `detach`, which returns the same object."""
         if func is torch.ops.aten.detach.default:
             return args[0]
@@ -115,7 +119,7 @@ class FreedGradient(Tensor):
         )
 
     @classmethod
-    def _write_zeros(cls, func: Any, args: Any) -> Any:
+    def _write_zeros(cls, func: Operator, args: Args) -> PyTree:
         gradients = pytree.tree_leaves(args)
         marks = [gradient for gradient in gradients if isinstance(gradient, cls)]
         for mark in marks:
@@ -469,7 +473,7 @@ class OptimizerInBackward:
             f"Load weights and optimizer state from before it and call reset() of {HANDLE}"
         )
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
         """Has the optimizer's own step find the gradients that no backward has used."""
         if self._is_stepping:
             return
@@ -513,7 +517,7 @@ class OptimizerInBackward:
                 "step(); change it before the backward"
             )
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
         if self._is_stepping:
             return
         for parameter, mark in self._stepped.items():
@@ -576,7 +580,7 @@ def _check_wrappers(names: set[str]) -> None:
         )
 
 
-def _check_forward(model: nn.Module, args: Any) -> None:
+def _check_forward(model: nn.Module, args: object) -> None:
     """Refuses a forward whose gradients would not be the optimizer's, before any is made."""
     if DistributedDataParallel._active_ddp_module is not None:
         _check_wrappers({"DistributedDataParallel"})

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from zoo.profiling.fake_tensors import NumbersNeeded
 
@@ -33,13 +34,13 @@ class _Pending:
     `autograd.Function`, so that without them it is gone before it runs (torch 2.11).
     """
 
-    def __init__(self, node: Any) -> None:
+    def __init__(self, node: Node) -> None:
         self.metadata = node._input_metadata
         self.is_leaf = _leaf_of(node) is not None
         self.is_own = False
         self.gradients: list[Tensor | None] = [None] * len(self.metadata)
         self.missing = 0
-        self.owners: list[Any] = []
+        self.owners: list[object] = []
 
     def fitted(self, gradient: Tensor | None, number: int) -> Tensor | None:
         """Returns a gradient of an output in the output's shape and dtype, as the engine does."""
@@ -71,7 +72,7 @@ class _Pending:
 @torch.no_grad()
 def gradients_of(
     roots: list[Tensor],
-    on_node: Callable[[Any], bool] = lambda _: False,
+    on_node: Callable[[Node], bool] = lambda _: False,
     on_end: Callable[[], object] = lambda: None,
     *,
     keeps_graph: bool = False,
@@ -84,18 +85,21 @@ def gradients_of(
     added to others. With `keeps_graph` the graph is left as it was: a backward of the program's own
     is not called, and zeros stand for the gradients that it would return.
     """
-    pending = _pending(root.grad_fn for root in roots)
+    pending = _pending(root.grad_fn for root in roots if root.grad_fn is not None)
     while roots:
         root = roots.pop()
-        ones = torch.ones(root.shape, dtype=root.dtype, device=root.device)
-        pending[root.grad_fn].gradients[root.output_nr] = ones
-        pending[root.grad_fn].owners.append(root)
-        del root, ones
+        if (made_by := root.grad_fn) is not None:
+            ones = torch.ones(root.shape, dtype=root.dtype, device=root.device)
+            pending[made_by].gradients[root.output_nr] = ones
+            pending[made_by].owners.append(root)
+            del ones
+        del root, made_by
     order = itertools.count()
-    ready: list[tuple[int, int, Any]] = [
+    ready: list[tuple[int, int, Node]] = [
         (-node._sequence_nr(), next(order), node) for node in pending if not pending[node].missing
     ]
     heapq.heapify(ready)
+    behind: Node | None
     while ready:
         node = heapq.heappop(ready)[-1]
         given = pending.pop(node)
@@ -109,7 +113,7 @@ def gradients_of(
             made = [gradient if gradient is None else gradient.clone() for gradient in made]
         following = node.next_functions
         fitted = [
-            behind and pending[behind].fitted(gradient, number)
+            None if behind is None else pending[behind].fitted(gradient, number)
             for (behind, number), gradient in zip(following, made, strict=True)
         ]
         functions = [behind for behind, _ in following if behind and _is_function(behind)]
@@ -130,7 +134,7 @@ def gradients_of(
         del fitted, following, gradient, behind
 
 
-def _pending(roots: Iterable[Any]) -> dict[Any, _Pending]:
+def _pending(roots: Iterable[Node]) -> dict[Node, _Pending]:
     """Finds all nodes, and counts the edges that lead to each."""
     found = {root: _Pending(root) for root in roots}
     stack = [*found]
@@ -145,7 +149,7 @@ def _pending(roots: Iterable[Any]) -> dict[Any, _Pending]:
     return found
 
 
-def _leaf_of(node: Any) -> Tensor | None:
+def _leaf_of(node: Node) -> Tensor | None:
     """Returns the leaf whose gradient a node adds up; None for any other node."""
     # an autograd.Function may have an attribute named `variable`
     return None if _is_function(node) else getattr(node, "variable", None)
@@ -159,19 +163,20 @@ def _is_dense(tensor: Tensor) -> bool:
     return 1 + sum((size - 1) * stride for size, stride in steps) == tensor.numel()
 
 
-def _is_function(node: Any) -> bool:
+def _is_function(node: Node) -> bool:
     """Says whether a node is of an `autograd.Function`."""
     return hasattr(node, "apply")
 
 
-def _is_users(node: Any) -> bool:
+def _is_users(node: Node) -> bool:
     """Returns whether the backward of a node is a program's own, in Python or in C++."""
     return _is_function(node) or "CppNode" in node.name()
 
 
-def _stood_in(node: Any) -> list[Tensor | None]:
+def _stood_in(node: Node) -> list[Tensor | None]:
     """Returns zeros in place of the gradients that a node would return."""
-    kinds = [behind and behind._input_metadata[n] for behind, n in node.next_functions]
+    following = node.next_functions
+    kinds = [None if behind is None else behind._input_metadata[n] for behind, n in following]
     return [
         None
         if kind is None or kind.is_nested_tensor
@@ -180,7 +185,7 @@ def _stood_in(node: Any) -> list[Tensor | None]:
     ]
 
 
-def _run(node: Any, pending: _Pending) -> Sequence[Tensor | None]:
+def _run(node: Node, pending: _Pending) -> Sequence[Tensor | None]:
     """Runs a node; returns a gradient or None for each of its next nodes."""
     try:
         return _called(node, pending)

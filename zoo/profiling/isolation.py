@@ -26,16 +26,17 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 
-from zoo._torch import active_fake_mode, disable_current_modes, leave_out_compiler
+from zoo._torch import PyTree, active_fake_mode, disable_current_modes, leave_out_compiler
 from zoo.engine.devices import devices_in_use, random_state_restored
 from zoo.errors import ZooError
 from zoo.layers.module_hooks import GLOBAL_HOOKS
 from zoo.profiling.source_location import line_of_frame
 
+T = TypeVar("T")
 # part of the error of autograd's engine in a forked process where it has threads for a device
 NO_FORK = "fork-based multiprocessing"
 # seconds without CPU time after which a child is taken to be blocked forever
@@ -76,8 +77,8 @@ def can_fork() -> bool:
 
 
 def isolated(
-    function: Callable[[bool], Any], failed: Callable[[str], ZooError], *, fires_hooks: bool = False
-) -> Any:
+    function: Callable[[bool], T], failed: Callable[[str], ZooError], *, fires_hooks: bool = False
+) -> T:
     """Calls a function isolated from the program, and returns its result, which must pickle.
 
     The function is told whether it runs in a forked process, where its changes have no effect on
@@ -87,7 +88,7 @@ def isolated(
     Raises:
         ZooError: the function's own, or `failed` of the text of any other error.
     """
-    answer: Any = Failed(NO_FORK)
+    answer: T | Failed = Failed(NO_FORK)
     if can_fork():
         answer = in_fork(lambda: _answer(function, True, fires_hooks))
     if isinstance(answer, Failed) and NO_FORK in answer.text:
@@ -101,7 +102,7 @@ def isolated(
     return answer
 
 
-def _answer(function: Callable[[bool], Any], is_apart: bool, fires_hooks: bool) -> Any:
+def _answer(function: Callable[[bool], T], is_apart: bool, fires_hooks: bool) -> T | Failed:
     if is_apart and not fires_hooks:
         for hooks in GLOBAL_HOOKS:
             hooks.clear()
@@ -114,7 +115,7 @@ def _answer(function: Callable[[bool], Any], is_apart: bool, fires_hooks: bool) 
         return _failed(error)
 
 
-def in_fork(function: Callable[[], Any]) -> Any:
+def in_fork(function: Callable[[], T | Failed]) -> T | Failed:
     """Calls a function in a forked process; returns its result or `Failed`."""
     reader, writer = os.pipe()
     # Python seeds its generator anew in a forked process, and a forward may branch by it
@@ -139,10 +140,13 @@ def in_fork(function: Callable[[], Any]) -> Any:
         # other code may have waited for all children
         with contextlib.suppress(ChildProcessError):
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return pickle.loads(answer) if answer else Failed(f"it ended the process, with status {status}")
+    if not answer:
+        return Failed(f"it ended the process, with status {status}")
+    result: T | Failed = pickle.loads(answer)
+    return result
 
 
-def _be_child(function: Callable[[], Any], writer: int) -> NoReturn:
+def _be_child(function: Callable[[], object], writer: int) -> NoReturn:
     """Sends the answer and ends the process at once, without the cleanup that is the parent's."""
     try:
         gc.disable()
@@ -213,7 +217,7 @@ def _hooks_silenced() -> Iterator[None]:
     """Silences global module hooks on this thread; on other threads they fire."""
     thread = threading.get_ident()
 
-    def elsewhere(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def elsewhere(hook: Callable[..., PyTree]) -> Callable[..., PyTree]:
         return lambda *args: None if threading.get_ident() == thread else hook(*args)
 
     with _silence:

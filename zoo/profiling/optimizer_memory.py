@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo._torch import DataDependentOutputException, FakeTensorMode, devices_with_kernels_of_lists
+from zoo._torch import (
+    DataDependentOutputException,
+    FakeTensorMode,
+    PyTree,
+    devices_with_kernels_of_lists,
+)
 from zoo.errors import ArgumentError, nearest, shortened
 from zoo.optimizer.independence import optimizer_like, step_alone
 from zoo.planner.step_log import Allocated, Freed
@@ -278,7 +283,7 @@ def _state_bytes(state: Any, rounding: Rounding, counters_on_host: bool) -> int:
     return sum(map(rounding, sizes.values()))
 
 
-def _allocated(rounding: Rounding, step: Callable[..., Any], *parameters: Tensor) -> int:
+def _allocated(rounding: Rounding, step: Callable[..., PyTree], *parameters: Tensor) -> int:
     """Returns the most bytes that a step holds at once beside what was there before."""
     logger = StepLogger(itertools.count(1).__next__, caches_casts=False)
     with logger:

@@ -7,14 +7,23 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
-from zoo._torch import conj, is_traceable_wrapper_subclass, neg_view, pytree
-from zoo.engine.operands import parts_of, parts_of_wrapper
+from zoo._torch import (
+    Args,
+    Kwargs,
+    Operator,
+    PyTree,
+    conj,
+    is_traceable_wrapper_subclass,
+    neg_view,
+    pytree,
+)
 from zoo.engine.operator_effects import CONSTANTS, DROPOUT_STATE, effects_of, resolved
+from zoo.engine.tensor_state import parts_of, parts_of_wrapper
 from zoo.optimizer.in_backward import FreedGradient
 
 # types that hold no tensor
@@ -119,11 +128,11 @@ class KernelSpec(NamedTuple):
     """A kernel call: its arguments as a pytree, with a `TensorSpec` for each tensor."""
 
     operator: str
-    leaves: tuple[Any, ...]
-    tree: Any
+    leaves: Args
+    tree: pytree.TreeSpec
 
     @classmethod
-    def of(cls, operator: Any, args: Any, kwargs: Any) -> "KernelSpec | None":
+    def of(cls, operator: Operator, args: Args, kwargs: Kwargs) -> "KernelSpec | None":
         """Returns the spec of a call; None for a kernel that cannot be called alone."""
         if effects_of(operator).opaque:
             return None
@@ -141,7 +150,7 @@ class KernelSpec(NamedTuple):
                 return None
         return cls(str(operator), tuple(leaves), tree)
 
-    def prepared(self) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    def prepared(self) -> tuple[Operator, Args, Kwargs]:
         """Returns the operator and its arguments: floating-point tensors of 0.5, others of 0."""
         made = made_of(self._tensors)
         for tensor in made:
@@ -165,7 +174,7 @@ class KernelSpec(NamedTuple):
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
 
 
-def _with_dropout_state(operator: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+def _with_dropout_state(operator: Operator, args: Sequence[PyTree]) -> Args:
     """Puts a state in the place of cuDNN's for dropout, which is made by a kernel of its own."""
     names = [argument.name for argument in operator._schema.arguments]
     return tuple(
@@ -188,7 +197,7 @@ def _of_arguments(tensors: Iterable[Tensor]) -> list[TensorSpec]:
     return [spec.alone() if views[spec.storage] == 1 else spec for spec in specs]
 
 
-def storages_of(tensor: Any) -> list[Any]:
+def storages_of(tensor: Tensor) -> list[UntypedStorage]:
     """Lists a tensor's storages in this process; those inside a wrapper such as DTensor."""
     if isinstance(tensor, FreedGradient):
         return []
@@ -199,14 +208,14 @@ def storages_of(tensor: Any) -> list[Any]:
     return [part.untyped_storage() for part in parts_of(tensor)]
 
 
-def tensors_held_by(value: Any, most: float = math.inf) -> list[Tensor]:
+def tensors_held_by(value: PyTree, most: float = math.inf) -> list[Tensor]:
     """Returns the tensors that an object holds, also in attributes, as of a dataclass or cache.
 
     At most so many objects are looked into.
     """
     tensors: dict[int, Tensor] = {}
     # keeps each object alive, so that its id is not reused
-    seen: dict[int, Any] = {}
+    seen: dict[int, object] = {}
     waiting = [value]
     while waiting and len(seen) < most:
         value = waiting.pop()
@@ -223,7 +232,7 @@ def tensors_held_by(value: Any, most: float = math.inf) -> list[Tensor]:
     return list(tensors.values())
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def tensors_in(value: PyTree) -> list[Tensor]:
     """Lists the tensors in nested containers and dataclasses, or of a single one."""
     if isinstance(value, Tensor):
         return [value]
@@ -240,7 +249,9 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors_in(part)]
 
 
-def flattened(value: Any, flatten: Callable[..., Any] = pytree.tree_flatten) -> tuple[Any, Any]:
+def flattened(
+    value: PyTree, flatten: Callable[..., PyTree] = pytree.tree_flatten
+) -> tuple[list[PyTree], pytree.TreeSpec]:
     """Returns the leaves of nested containers, and their structure.
 
     Of containers that contain themselves each is a leaf where it comes again. `flatten` is one of
@@ -251,7 +262,7 @@ def flattened(value: Any, flatten: Callable[..., Any] = pytree.tree_flatten) -> 
     except RecursionError:
         seen: set[int] = set()
 
-        def comes_again(part: Any) -> bool:
+        def comes_again(part: PyTree) -> bool:
             is_known = id(part) in seen
             seen.add(id(part))
             return is_known
