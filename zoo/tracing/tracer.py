@@ -267,8 +267,8 @@ class Tracer(KernelMode):
     ) -> tuple[int, str]:
         """Returns the number and the name of the call of a torch function that an operator is of.
 
-        All that one instruction of the caller dispatches in a row is one call. A loop in C, as that
-        of `sum`, or in a frame that lies where the last one did begins its first kernel again.
+        All that one instruction of the caller dispatches in a row is one call. A loop, in C as that
+        of `sum` or around a function that calls one of torch, begins its first kernel again.
         """
         name = None if instruction is None else instruction.name()
         if instruction is None or name is None:
