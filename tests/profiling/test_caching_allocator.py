@@ -105,7 +105,7 @@ from torch import nn
 
 def found(model, given, where="cuda", **options):
     planner = planner_for(model.to(where), given.to(where), **options)
-    return [planner.fixed.libraries, planner.kernels_measured]
+    return [planner.fixed.libraries, bool(planner.kernels)]
 
 class Norm(nn.Module):
     def __init__(self):
