@@ -26,13 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from zoo.errors import ArgumentError
 from zoo.planner.json_reader import read, read_file, read_json, read_row
-from zoo.profiling.caching_allocator import (
-    CUBLAS_WORKSPACE,
-    AllocatedBlock,
-    CachingAllocator,
-    CudaPeaks,
-    Rounding,
-)
+from zoo.profiling.caching_allocator import Rounding
 from zoo.report.escaping import to_csv
 from zoo.report.pictures import plots
 from zoo.units import format_bytes
@@ -301,34 +295,6 @@ class Timeline:
         """
         # the page reads no later protocol of pickle
         Path(path).write_bytes(pickle.dumps(_snapshot(self.allocations), protocol=4))
-
-    def on_cuda(self, workspace: int = CUBLAS_WORKSPACE, limit: int | None = None) -> CudaPeaks:
-        """Predicts what `torch.cuda` would count in this step, from its storages in their order.
-
-        cuBLAS allocates a `workspace` when the forward begins and another when the backward begins,
-        and keeps both; pass 0 for a model without matrix products. Workspaces of CPU kernels are
-        left out, those of other CUDA kernels are unknown.
-
-        Raises:
-            ArgumentError: the step needs to reserve more than `limit` bytes.
-        """
-        starts = {mark.phase: mark.point for mark in reversed(self.phases)}
-        points = [starts[phase] for phase in ("forward", "backward") if phase in starts]
-        storages: list[tuple[int, int | None, int]] = [(p, None, workspace) for p in points]
-        tensors = (a for a in self.allocations if a.category != WORKSPACE)
-        storages += [(a.start, a.end, a.bytes) for a in tensors]
-        numbered = [(number, *storage) for number, storage in enumerate(storages) if storage[2]]
-        # at the same point a free comes before an allocation
-        events = [(start, 1, number) for number, start, _, _ in numbered]
-        events += [(end, 0, number) for number, _, end, _ in numbered if end is not None]
-        allocator, blocks = CachingAllocator(limit), dict[int, AllocatedBlock]()
-        for _, comes, number in sorted(events):
-            if comes:
-                blocks[number] = allocator.allocate(storages[number][2])
-            elif number in blocks:
-                allocator.free(blocks.pop(number))
-        counts = (allocator.requested.peak, allocator.allocated.peak, allocator.reserved.peak)
-        return CudaPeaks(*counts, len(points) * workspace)
 
     def to_csv(self) -> str:
         """Writes one row for each point: the point, its phase, the bytes of each category."""
