@@ -477,6 +477,22 @@ def test_a_sum_of_gradients_is_counted_as_it_is_laid_out(kind: type[nn.Module]) 
     assert_close(kind(), torch.rand(4, 3, 32, 32))
 
 
+class Offsets(nn.Module):
+    """A sum hands one gradient to two parameters, of which autograd copies the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(100, 100)
+        self.one, self.other = (nn.Parameter(torch.rand(100, 100)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) + self.one + self.other).sin()
+
+
+def test_a_gradient_that_several_parameters_get_is_counted_for_each() -> None:
+    assert_close(Offsets(), torch.rand(100, 100), least=0.999)
+
+
 class Columns(nn.Module):
     """The gradient of the columns is in more memory than it needs, until another is added to it."""
 
