@@ -18,6 +18,8 @@ from zoo.errors import ArgumentError
 from zoo.profiling.peak_memory import trace
 from zoo.tracing.planned_forward import patched_forward
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
 MIB = 1024**2
 PHASES = {"before", "forward", "recompute", "backward", "optimizer", "other"}

@@ -26,6 +26,8 @@ from zoo.profiling.kernel_costs import is_of_kind
 from zoo.profiling.peak_memory import trace
 from zoo.tracing.planned_forward import patched_forward
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 OPTIONS = [True, 2, "sqrt", "blocks", "cheap"]
 
 
@@ -99,7 +101,7 @@ FAMILIES: dict[str, tuple[Callable[..., Any], Callable[[], list[Tensor]], Any]] 
     ),
     "gru": (
         functools.partial(zoo.gru, vocabulary=50, embedding=8, hidden=8, tied=True, chunk_steps=4),
-        tokens(13, 2),
+        tokens(9, 2),
         Carried,
     ),
 }

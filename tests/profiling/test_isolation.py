@@ -174,12 +174,6 @@ def test_a_forward_that_branches_by_chance_is_traced_as_it_runs_next() -> None:
         assert in_fork(random.random) == expected
 
 
-@pytest.fixture
-def without_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that uses a device is not forked."""
-    monkeypatch.setattr("zoo.profiling.isolation.can_fork", lambda: False)
-
-
 @pytest.mark.usefixtures("without_fork")
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in OUTSIDE])
 def test_without_a_fork_copies_of_the_modules_run(name: str) -> None:

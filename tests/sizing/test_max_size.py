@@ -25,6 +25,8 @@ from zoo.profiling.peak_memory import measure_step
 from zoo.sizing.max_size import Largest, largest
 from zoo.tracing.planned_forward import patched_forward
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 SEARCH = "zoo.sizing.max_size"
 sgd = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 on_paper = functools.partial(largest, optimizer=sgd, device="small-cpu", verify=False)
