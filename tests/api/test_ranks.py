@@ -15,6 +15,8 @@ from tests.api.ranks import CASES, IN_BACKWARD, MODELS, peaks, split
 from tests.processes import results_in
 from tests.tracing.models import Net
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 # bytes of the gradients of a block of `Net(16)`
 BLOCK = 4 * sum(parameter.numel() for parameter in Net(16).blocks[0].parameters())
 
