@@ -53,7 +53,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Sequence[Tensor]]]
 def check(model: nn.Module, inputs: Callable[[], Sequence[Tensor]], option: Any) -> nn.Module:
     other = zoo.checkpoint(copy.deepcopy(model), option)
     assert_same(
-        train(other, inputs, 4, forward=first(other)), train(model, inputs, 4, forward=first(model))
+        train(other, inputs, forward=first(other)), train(model, inputs, forward=first(model))
     )
     return other
 
