@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -44,18 +44,6 @@ def test_channels_last_is_kept_also_by_the_replay() -> None:
         layouts.append(found)
     assert layouts[0] == layouts[1]
     assert layouts[0][-1] == (4 * 36, 1, 4 * 6, 4)
-
-
-def test_bfloat16_by_autocast() -> None:
-    def half(module: nn.Module) -> Callable[..., Tensor]:
-        def forward(x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return module(x)
-
-        return forward
-
-    model, plain = pair()
-    assert_same(train(model, batch, forward=half(model)), train(plain, batch, forward=half(plain)))
 
 
 @pytest.mark.parametrize(

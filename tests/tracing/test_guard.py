@@ -111,13 +111,6 @@ def test_of_too_many_kinds_the_one_that_was_used_longest_ago_goes(
     assert len(traced) == 3
 
 
-def test_a_smaller_batch_goes_by_the_plan_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    traced, model = count_traces(monkeypatch), zoo.checkpoint(Settings(), "cheap")
-    for count in (8, 8, 3, 5, 8):
-        model(torch.rand(count, 4, 6))
-    assert len(traced) == 1
-
-
 def test_autocast_is_a_kind_of_its_own() -> None:
     def mixed(model: nn.Module) -> Callable[..., Tensor]:
         def forward(x: Tensor) -> Tensor:
