@@ -317,6 +317,21 @@ def an_activation_that_is_replaced() -> Program:
     return Program(model, change)
 
 
+@program
+def children_that_are_replaced() -> Program:
+    model = layers(lambda block, x: x)
+
+    def change(step: int) -> None:
+        if step == 0:
+            model[0].linear.register_forward_hook(lambda module, args, out: out * 3)
+        elif step == 1:
+            model[1].linear = nn.Linear(6, 6)
+        elif step == 2:
+            model[2].linear.forward = torch.sigmoid
+
+    return Program(model, change)
+
+
 # errors that the code handles, and numbers that it reads
 
 
