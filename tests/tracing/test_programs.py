@@ -6,20 +6,15 @@ between its steps. Everything is compared bit for bit, and what the code counts,
 
 import asyncio
 import collections
-import contextvars
 import copy
 import dataclasses
 import enum
 import functools
-import io
 import itertools
-import os
-import queue
 import random
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -152,13 +147,6 @@ class Schedule:
         return 1.0 / (1 + self.step)
 
 
-class Slotted:
-    __slots__ = ("rate",)
-
-    def __init__(self) -> None:
-        self.rate = 1.0
-
-
 class Mode(enum.Enum):
     SOFT = "soft"
     HARD = "hard"
@@ -169,8 +157,6 @@ class Mode(enum.Enum):
 
 
 POWERS = {Mode.SOFT: 1.0, Mode.HARD: 2.0}
-CONFIG = {"scale": 1.0, "nested": {"shift": [0.0]}}
-TEMPERATURE = contextvars.ContextVar("temperature", default=1.0)
 
 
 @program
@@ -182,47 +168,6 @@ def a_schedule_object() -> Program:
 
 
 @program
-def a_schedule_in_a_list_and_in_a_dict() -> Program:
-    model = layers(lambda block, x: x * block.schedules[0]() + block.named["shift"]())
-    schedules = [Schedule(), Schedule()]
-    for block in model:
-        block.schedules, block.named = [schedules[0]], {"shift": schedules[1]}
-    return Program(model, lambda step: [setattr(each, "step", step) for each in schedules])
-
-
-@program
-def a_global_configuration() -> Program:
-    def change(step: int) -> None:
-        CONFIG["scale"] = 1.0 + step
-        CONFIG["nested"]["shift"][0] = 0.1 * step
-
-    return Program(
-        layers(lambda block, x: x * CONFIG["scale"] + CONFIG["nested"]["shift"][0]), change
-    )
-
-
-@program
-def a_setting_five_objects_deep() -> Program:
-    deep = SimpleNamespace(rate=1.0)
-    around = functools.reduce(lambda inner, _: SimpleNamespace(inner=inner), range(5), deep)
-    return Program(
-        layers(lambda block, x: x * around.inner.inner.inner.inner.inner.rate),
-        lambda step: setattr(deep, "rate", 1.0 + step),
-    )
-
-
-@program
-def an_attribute_read_by_vars() -> Program:
-    model = layers(lambda block, x: x * vars(block)["rate"])
-
-    def change(step: int) -> None:
-        for block in model:
-            vars(block)["rate"] = 1.0 + step
-
-    return Program(model, change)
-
-
-@program
 def a_dropout_hidden_in_a_list() -> Program:
     hidden = [nn.Dropout(0.1)]
 
@@ -231,41 +176,6 @@ def a_dropout_hidden_in_a_list() -> Program:
         hidden[0].train(step != 3)
 
     return Program(layers(lambda block, x: hidden[0](x)), change)
-
-
-@program
-def an_attribute_of_a_parameter() -> Program:
-    model = layers(lambda block, x: x * block.linear.weight.scale)
-
-    def change(step: int) -> None:
-        for block in model:
-            block.linear.weight.scale = 1.0 + step
-
-    return Program(model, change)
-
-
-@program
-def a_slot() -> Program:
-    slotted = Slotted()
-    return Program(
-        layers(lambda block, x: x * slotted.rate),
-        lambda step: setattr(slotted, "rate", 1.0 + step),
-    )
-
-
-@program
-def the_environment() -> Program:
-    def change(step: int) -> None:
-        os.environ["ZOO_TEST_SCALE"] = str(1.0 + step)
-
-    return Program(layers(lambda block, x: x * float(os.environ["ZOO_TEST_SCALE"])), change)
-
-
-@program
-def a_context_variable() -> Program:
-    return Program(
-        layers(lambda block, x: x / TEMPERATURE.get()), lambda step: TEMPERATURE.set(1.0 + step)
-    )
 
 
 @program
@@ -287,23 +197,6 @@ def an_argument_that_has_state() -> Program:
         schedule.step, POWERS[Mode.SOFT] = step, 1.0 + step
 
     return Program(Model(), change, inputs=lambda: (*vectors(), next(modes), schedule))
-
-
-@program
-def a_property_of_the_class() -> Program:
-    class Annealed(Block):
-        factor = 1.0
-
-        @property
-        def rate(self) -> float:
-            return type(self).factor
-
-    def change(step: int) -> None:
-        Annealed.factor = 1.0 + step
-
-    return Program(
-        nn.Sequential(*(Annealed(lambda block, x: x * block.rate) for _ in range(3))), change
-    )
 
 
 @program
@@ -438,11 +331,6 @@ def own_generators() -> Program:
 
 
 @program
-def global_generators_of_python_and_numpy() -> Program:
-    return Program(layers(lambda block, x: x * random.random() + float(np.random.normal())))
-
-
-@program
 def a_seed_set_inside() -> Program:
     def act(block: Block, x: Tensor) -> Tensor:
         torch.manual_seed(7)
@@ -486,18 +374,6 @@ def iterators() -> Program:
     )
 
 
-@program
-def arrays_and_counters() -> Program:
-    array, counter = np.zeros(3), collections.Counter()
-
-    def act(block: Block, x: Tensor) -> Tensor:
-        array[counter["calls"] % 3] += 1
-        counter["calls"] += 1
-        return x * float(array.sum()) + counter["calls"] * torch.from_numpy(array).float().mean()
-
-    return Program(layers(act), seen=lambda: (array.tolist(), dict(counter)))
-
-
 @functools.lru_cache(maxsize=64)
 def table(rows: int, width: int) -> Tensor:
     return torch.arange(rows * width, dtype=torch.float32).view(rows, width).sin()
@@ -516,18 +392,6 @@ def a_cached_table() -> Program:
         layers(lambda block, x: x + table(len(x), 6)), seen=seen,
         inputs=lambda: (torch.randn(next(counts), 6),),
     )  # fmt: skip
-
-
-@program
-def prints_logs_and_queues() -> Program:
-    text, handed = io.StringIO(), queue.Queue[float]()
-
-    def act(block: Block, x: Tensor) -> Tensor:
-        print(f"{x.mean().item():.6f}", file=text)
-        handed.put(float(x.detach().amax()))
-        return x * (1 + handed.qsize())
-
-    return Program(layers(act), seen=lambda: (text.getvalue(), list(handed.queue)))
 
 
 @program
@@ -750,39 +614,6 @@ def a_derivative_of_ones_own() -> Program:
 
 
 # modules of other kinds
-
-
-class Walking(nn.Sequential):
-    """A container that goes through its children by itself."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for place, layer in enumerate(self):
-            x = layer(x) * (1 + place)
-        for name in reversed(list(self._modules)):
-            x = self._modules[name](x)
-        return self[0](x)
-
-
-@program
-def a_container_that_is_walked() -> Program:
-    return Program(Walking(*layers(lambda block, x: x * 0.1)))
-
-
-@program
-def children_by_name() -> Program:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ModuleDict({f"part {k}": Block(lambda block, x: x) for k in range(3)})
-            self.order = ["part 0", "part 1", "part 2"]
-
-        def forward(self, x: Tensor) -> Tensor:
-            for name in self.order:
-                x = self.parts[name](x).tanh()
-            return x
-
-    model = Named()
-    return Program(model, lambda step: model.order.append(model.order.pop(0)))
 
 
 @program
