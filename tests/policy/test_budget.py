@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zoo
-from tests.chains import Chain, Steps
 from tests.planner.chains import nested_plans
 from tests.tracing.models import Ending, Net
 from tests.training import Residuals, assert_same, everything, images
@@ -67,7 +66,7 @@ def tokens() -> tuple[Tensor, Tensor]:
     return torch.randint(0, 300, (2, 64)), torch.randint(0, 300, (2, 64))
 
 
-FAMILIES: dict[str, tuple[Callable[[], Chain], Callable[[], tuple[Any, ...]]]] = {
+FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
     "resnet": (
         functools.partial(zoo.resnet18, classes=10),
         lambda: (torch.rand(4, 3, 96, 96),),
@@ -266,15 +265,17 @@ def test_no_batch_is_held_until_another_takes_its_path() -> None:
     assert batch() is None
 
 
-class Equal(Chain):
+class Equal(nn.Module):
     """Steps that each save as much as they return: the less is kept, the deeper a plan nests."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
         self.count = count
 
-    def steps(self) -> Steps:
-        return [torch.tanh] * self.count
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.count):
+            x = torch.tanh(x)
+        return x
 
 
 def equal(count: int) -> tuple[BudgetPlanner, Tensor]:
@@ -857,7 +858,7 @@ class Tagger(nn.Module):
         return self.head(self.rnn(x)[0])
 
 
-class Recurrent(Chain):
+class Recurrent(nn.Module):
     """Its layers compare devices before anything is dispatched; two share their weights."""
 
     def __init__(self) -> None:
@@ -866,11 +867,10 @@ class Recurrent(Chain):
         self.layers = nn.ModuleList(kind(16, 8, 2, bidirectional=True) for kind in kinds)
         self.layers.append(self.layers[1])
 
-    def steps(self) -> list[Any]:
-        return [functools.partial(self.recur, layer) for layer in self.layers]
-
-    def recur(self, layer: nn.Module, x: Tensor) -> Tensor:
-        return layer(x)[0]
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x
 
 
 def attention() -> nn.Module:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from tests.chains import Chain
 from tests.tracing.models import Ending, UNet
 from tests.training import Residuals, assert_same, everything, images, real_peak
 from zoo.api.plan import planner_for
@@ -50,7 +49,7 @@ gpt2 = functools.partial(
 lstm = functools.partial(zoo.lstm, vocabulary=300, embedding=64, hidden=64, chunk_steps=16)
 
 # the model, what makes its inputs of a size, its loss, and the size to be found
-Case = tuple[Callable[[], Chain], Callable[[int], Any], Any, int]
+Case = tuple[Callable[[], nn.Module], Callable[[int], Any], Any, int]
 CASES: dict[str, Case] = {
     "resnet": (
         functools.partial(zoo.resnet18, classes=10),

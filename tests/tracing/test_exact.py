@@ -196,12 +196,6 @@ def test_layer_drop_may_be_switched_on_later() -> None:
     assert zoo.plan_of(model).depth() > 0
 
 
-def test_a_plan_of_steps_that_were_found_is_exact() -> None:
-    steps = len(zoo.chain_of(Net(), images()).names)
-    plan = zoo.Plan([0, tuple(range(1, 9)), tuple(range(9, steps))])
-    assert zoo.plan_of(check(Net(), pictures, plan)) == plan
-
-
 def test_a_nested_plan_is_exact() -> None:
     steps = len(zoo.chain_of(Net(), images()).names)
     plan = zoo.Plan([0, (1, (2, 3, (4, 5), 6), 7, 8), (9, (10, 11)), *range(12, steps)])
