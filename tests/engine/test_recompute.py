@@ -47,40 +47,6 @@ def test_arguments_that_are_one_tensor_are_one() -> None:
     assert_same(trained(recompute), trained(lambda function, *args: function(*args)))
 
 
-def test_the_function_may_catch_exceptions_of_its_own() -> None:
-    calls = []
-
-    def function(x: Tensor) -> Tensor:
-        try:
-            y = x.exp()
-            return (y * y).sin()
-        except Exception:
-            calls.append("caught")
-            raise
-
-    x = torch.rand(3).requires_grad_()
-    recompute(function, x).sum().backward()
-    assert not calls
-    assert torch.equal(x.grad, torch.autograd.grad(function(x).sum(), x)[0])
-
-
-def test_saved_tensors_may_be_read_twice() -> None:
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x * 1)
-            return x * x
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-            (first,), (second,) = ctx.saved_tensors, ctx.saved_tensors
-            return gradients[0] * (first + second)
-
-    x = torch.rand(3).requires_grad_()
-    recompute(lambda x: Square.apply(x.exp()), x).sum().backward(retain_graph=True)
-    assert torch.equal(x.grad, torch.autograd.grad(Square.apply(x.exp()).sum(), x)[0])
-
-
 def test_noise_that_a_kernel_writes_after_saving_it_is_complete() -> None:
     torch.manual_seed(0)
     x = torch.randn(1000).requires_grad_()
@@ -283,26 +249,6 @@ def test_what_a_segment_inside_starts_from_may_be_written_after_it() -> None:
         return x.grad
 
     assert torch.equal(gradient(recompute), gradient(lambda function, x: function(x)))
-
-
-def test_a_function_runs_once_also_where_a_backward_runs_inside_of_it() -> None:
-    """Each call gives another number, which no second call could give."""
-    given: list[float] = []
-
-    def number() -> float:
-        given.append(len(given) + 2.0)
-        return given[-1]
-
-    def outer(x: Tensor) -> Tensor:
-        y = recompute(lambda x: (x * number()).sin().exp(), x * 1)
-        (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-        return (x * number()).sin().exp() * gradient.detach()
-
-    x = torch.rand(3).requires_grad_()
-    recompute(outer, x).sum().backward()
-    assert given == [2.0, 3.0]
-    inner = torch.autograd.grad((x * 2.0).sin().exp().sum(), x)[0]
-    assert torch.equal(x.grad, torch.autograd.grad((x * 3.0).sin().exp().mul(inner).sum(), x)[0])
 
 
 def test_a_parameter_that_is_an_input_and_is_written() -> None:

@@ -122,12 +122,6 @@ def test_training_is_bitwise_that_of_the_baseline(family: str, checkpoint: Any) 
     assert_same(run(family, checkpoint), baseline(family))
 
 
-def test_a_given_plan_is_in_force_at_once() -> None:
-    model = put_in_force(Residuals(), PLAN)
-    model(images())
-    assert zoo.plan_of(model) == zoo.Plan(PLAN)
-
-
 @pytest.mark.parametrize("checkpoint", OPTIONS)
 def test_the_plan_is_none_until_the_first_training_forward(checkpoint: Any) -> None:
     model = put_in_force(Residuals(), checkpoint)

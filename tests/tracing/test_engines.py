@@ -1,7 +1,6 @@
 """What people train with around a model: mixed precision, the compiler, memory formats, DDP."""
 
 import copy
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,42 +43,6 @@ def test_channels_last_is_kept_also_by_the_replay() -> None:
         layouts.append(found)
     assert layouts[0] == layouts[1]
     assert layouts[0][-1] == (4 * 36, 1, 4 * 6, 4)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        functools.partial(torch.optim.AdamW, foreach=True),
-        functools.partial(torch.optim.AdamW, fused=True),
-        functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9, fused=True),
-    ],
-    ids=["foreach", "fused", "fused with momentum"],
-)
-def test_optimizers_that_take_all_parameters_at_once(make: Any) -> None:
-    report = zoo.verify(pair()[1], images(), "blocks", optimizer=make, steps=2)
-    assert report.exact
-    assert report.plan.depth() == 1
-
-
-@pytest.mark.parametrize("option", ["blocks", True])
-def test_an_optimizer_that_steps_in_the_backward(option: Any) -> None:
-    def stepped(module: nn.Module) -> list[Tensor]:
-        torch.manual_seed(1)
-        optimizers = {p: torch.optim.Adam([p], foreach=False) for p in module.parameters()}
-
-        def step(parameter: Tensor) -> None:
-            optimizers[parameter].step()
-            parameter.grad = None
-
-        for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(step)
-        for _ in range(2):
-            module(images()).square().mean().backward()
-        return [value.clone() for value in module.state_dict().values()]
-
-    model, plain = pair()
-    for one, other in zip(stepped(zoo.checkpoint(model, option)), stepped(plain), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 # the compiler's own

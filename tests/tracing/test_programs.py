@@ -8,7 +8,6 @@ import asyncio
 import collections
 import copy
 import dataclasses
-import enum
 import functools
 import itertools
 import random
@@ -147,18 +146,6 @@ class Schedule:
         return 1.0 / (1 + self.step)
 
 
-class Mode(enum.Enum):
-    SOFT = "soft"
-    HARD = "hard"
-
-    @property
-    def power(self) -> float:
-        return POWERS[self]
-
-
-POWERS = {Mode.SOFT: 1.0, Mode.HARD: 2.0}
-
-
 @program
 def a_schedule_object() -> Program:
     schedule = Schedule()
@@ -176,27 +163,6 @@ def a_dropout_hidden_in_a_list() -> Program:
         hidden[0].train(step != 3)
 
     return Program(layers(lambda block, x: hidden[0](x)), change)
-
-
-@program
-def an_argument_that_has_state() -> Program:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = layers(lambda block, x: x.abs().pow(block.mode.power) * block.scale())
-
-        def forward(self, x: Tensor, mode: Mode, scale: Callable[[], float]) -> Tensor:
-            for block in self.net:
-                block.mode, block.scale = mode, scale
-            return self.net(x)
-
-    schedule = Schedule()
-    modes = itertools.cycle([Mode.SOFT, Mode.SOFT, Mode.HARD])
-
-    def change(step: int) -> None:
-        schedule.step, POWERS[Mode.SOFT] = step, 1.0 + step
-
-    return Program(Model(), change, inputs=lambda: (*vectors(), next(modes), schedule))
 
 
 @program
