@@ -13,8 +13,6 @@ from tests.harness.test_results import records
 from zoo.cli.main import run
 from zoo.harness.results import Results
 
-pytestmark = pytest.mark.usefixtures("without_fork")
-
 COMMANDS = {
     "info": [],
     "plan": ["--memory-budget", "1GiB"],
