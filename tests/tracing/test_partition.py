@@ -31,6 +31,8 @@ from zoo.tracing.isolated_trace import step_trace_of
 from zoo.tracing.partition import block_paths, partition, paths_of
 from zoo.tracing.tracer import Tracer
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 every = pytest.mark.parametrize("name", MODELS)
 
 

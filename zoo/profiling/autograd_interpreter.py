@@ -37,7 +37,7 @@ class _Pending:
     def __init__(self, node: Node) -> None:
         self.metadata = node._input_metadata
         self.is_leaf = _leaf_of(node) is not None
-        self.is_own = False
+        self.is_own = self.is_shared = False
         self.gradients: list[Tensor | None] = [None] * len(self.metadata)
         self.missing = 0
         self.owners: list[object] = []
@@ -59,14 +59,18 @@ class _Pending:
         if gradient is None:
             return
         if before is None:
-            self.gradients[number] = gradient
+            self.gradients[number], self.is_shared = gradient, is_shared
             self.is_own = not (is_shared or gradient._is_view()) and _is_dense(gradient)
         elif self.is_leaf and self.is_own:
             # as the engine does to what nothing else holds; a view holds its base
             before.add_(gradient)
         else:
             self.gradients[number] = before + gradient
-            self.is_own = True
+            self.is_own, self.is_shared = True, False
+
+    def kept(self) -> Any:
+        """Returns the gradient that a leaf keeps: a copy of one that another node will read."""
+        return self.gradients[0].clone() if self.is_shared else self.gradients[0]  # type: ignore[union-attr]
 
 
 @torch.no_grad()
@@ -105,7 +109,7 @@ def gradients_of(
         given = pending.pop(node)
         if (leaf := _leaf_of(node)) is not None:
             if given.gradients[0] is not None:
-                yield LeafGradient(leaf, given.gradients[0])
+                yield LeafGradient(leaf, given.kept())
             continue
         is_copied = on_node(node)
         made = _stood_in(node) if keeps_graph and _is_users(node) else _run(node, given)
@@ -129,6 +133,8 @@ def gradients_of(
         for (behind, number), gradient in zip(following, fitted, strict=True):
             if behind is not None:
                 pending[behind].add(gradient, number, is_shared=times[id(gradient)] > 1)
+                # a leaf runs at once
+                times[id(gradient)] -= pending[behind].is_leaf
                 if not pending[behind].missing:
                     heapq.heappush(ready, (-behind._sequence_nr(), next(order), behind))
         del fitted, following, gradient, behind
