@@ -113,7 +113,9 @@ class Recording:
         """Puts references in the place of tensors among the arguments of a kernel."""
         args = kernel.args
         for position, value in enumerate(args):
-            if type(value) not in ATOMS:
+            if isinstance(value, Tensor):
+                args[position] = self._referred(value, kernel)
+            elif type(value) not in ATOMS:
                 args[position] = self._encoded(value, kernel)
         if kwargs:
             named = kwargs.items()
