@@ -196,7 +196,7 @@ GUARDS = {
         recompute.records: always are_functorch_transforms_active
         replay._scratch: never value
         saved_tensors: bare lock
-        saved_tensors._replay: drop _is_graph_kept""",
+        saved_tensors._replay: drop is_graph_kept""",
     "test_recompute test_executor": """
         replay.schedule: empty wanted""",
     "test_recompute test_replay": """
@@ -233,7 +233,7 @@ GUARDS = {
         replay._call: drop drops
         replay._run: drop write_settings
         replay.schedule: drop isdisjoint
-        saved_tensors._replay: never _is_graph_kept, drop replaying""",
+        saved_tensors._replay: never is_graph_kept, drop replaying""",
     "test_replay test_executor": """
         saved_tensors.waiting_in: always tensor""",
     "test_replay_check": """

@@ -100,7 +100,7 @@ print(len(files))
 @pytest.mark.parametrize(
     ("build", "start", "most"),
     [
-        ("model = zoo.resnet50(checkpoint=True)", "model", 39),
+        ("model = zoo.resnet50(checkpoint=True)", "model", 40),
         ("import timm; model = timm.create_model('resnet18')", "zoo.checkpoint(model)", 43),
     ],
 )

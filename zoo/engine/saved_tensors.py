@@ -403,7 +403,7 @@ def _replay(
             for handle in waiting:
                 assert handle.tensor is not None, "it is filled"
                 storages.note_copy(handle.value, handle.tensor)
-        if not _is_graph_kept():
+        if not is_graph_kept():
             segment.inputs = None
     finally:
         thread.replaying = around
@@ -412,10 +412,6 @@ def _replay(
             value.replayed = None
         for module in sharded:
             module.reshard()
-
-
-def _is_graph_kept() -> bool:
-    return current_backward() != -1 and is_graph_kept()
 
 
 def clear(segment: Segment) -> None:
