@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.errors import ArgumentError, ModelNameError, nearest, shortened
-from zoo.models import densenet, gpt2, preactivation_resnet, resnet, vit
+from zoo.models import densenet, gpt2, llama, preactivation_resnet, resnet, vit
 from zoo.models.lstm import GRULanguageModel, LSTMLanguageModel
 from zoo.models.model import Model
 from zoo.models.vnet import VNet
@@ -154,6 +154,7 @@ _FAMILIES = (
     (VNet, {"vnet": (45.6, {})}),
     (vit.ViT, vit.SIZES),
     (gpt2.GPT2, gpt2.SIZES),
+    (llama.Llama, llama.SIZES),
 )
 _FACTORIES = {
     name: _factory(name, millions, model, size)

@@ -98,6 +98,20 @@ def check_tokens(
         _check_range(model, targets, vocabulary, ignored=IGNORED)
 
 
+def check_per_token(model: str, tokens: Tensor, **given: Tensor | None) -> None:
+    """Raises InputError unless each tensor that is given has a whole number for each token."""
+    for name, value in given.items():
+        if value is None:
+            continue
+        if not isinstance(value, Tensor) or value.shape != tokens.shape:
+            got = tuple(value.shape) if isinstance(value, Tensor) else shortened(value)
+            raise InputError(
+                f"{model} takes a {name} for each of the tokens {tuple(tokens.shape)}; got {got}"
+            )
+        if value.is_floating_point() or value.is_complex():
+            raise InputError(f"{model} takes {name} of whole numbers; got {value.dtype}")
+
+
 def check_arguments(model: str, minimum: int = 1, **values: Any) -> None:
     """Raises ArgumentError where a value is out of range.
 
