@@ -42,7 +42,8 @@ class Decoder(nn.Module):
         visible = visible_tokens(mask, positions)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        shared = Shared(*self.rotary(x, positions), visible)
+        cos, sin = self.rotary(x, positions)
+        shared = Shared(cos, sin, visible)
         for layer in self.layers:
             x = layer(x, shared)
         return cast(Tensor, self.norm(x))
