@@ -58,6 +58,7 @@ from zoo.catalog import (
     resnet1202 as resnet1202,
     resnext50_32x4d as resnext50_32x4d,
     resnext101_32x8d as resnext101_32x8d,
+    unet as unet,
     vit_base_patch16 as vit_base_patch16,
     vit_large_patch16 as vit_large_patch16,
     vit_small_patch16 as vit_small_patch16,
