@@ -82,6 +82,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, ...]]]] = {
     "gpt2": (lambda: zoo.gpt2_small(**GPT2, drop_path_rate=0.5), text),
     "llama": (lambda: zoo.llama_tiny(**LLAMA, drop_rate=0.1), text),
     "qwen": (lambda: zoo.llama_tiny(**LLAMA, tied=False, qk_norm=True, qkv_bias=True), text),
+    "experts": (lambda: zoo.llama_tiny(**LLAMA, experts=3).bfloat16(), text),
     "lstm": (lambda: zoo.lstm(**WORDS), text_without_state),
     "lstm without targets": (lambda: zoo.lstm(**WORDS), text_and_state(2)),
     "gru": (lambda: zoo.gru(**WORDS), text_without_state),

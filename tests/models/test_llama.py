@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,12 @@ OURS = {
     "qwen3": {"qk_norm": True, "norm_epsilon": 1e-6, "rotary_base": 1e6},
     "qwen2": {"qkv_bias": True, "norm_epsilon": 1e-6, "rotary_base": 1e6},
 }
+OURS["moe"] = OURS["qwen3"] | {"experts": 4, "experts_per_token": 3, "balance": 0.1}
+THEIR_EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 96,
+    "norm_topk_prob": True, "experts_implementation": "grouped_mm", "output_router_logits": True,
+    "router_aux_loss_coef": 0.1, "decoder_sparse_step": 1,
+}  # fmt: skip
 STRETCHED = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
@@ -28,7 +36,7 @@ def hugging_face(kind, tied=True, dtype=torch.float32, drop_rate=0.0):
     pytest.importorskip("transformers", exc_type=(ImportError, RuntimeError))
     import transformers  # noqa: PLC0415
 
-    name = {"llama": "Llama", "qwen3": "Qwen3", "qwen2": "Qwen2"}[kind]
+    name = {"llama": "Llama", "qwen3": "Qwen3", "qwen2": "Qwen2", "moe": "Qwen3Moe"}[kind]
     plain = {"rope_type": "default", "rope_theta": 1e6}
     config = getattr(transformers, f"{name}Config")(
         hidden_size=64,
@@ -46,6 +54,7 @@ def hugging_face(kind, tied=True, dtype=torch.float32, drop_rate=0.0):
         attention_dropout=drop_rate,
         attn_implementation="sdpa",
         use_cache=False,
+        **(THEIR_EXPERTS if kind == "moe" else {}),
     )
     model = getattr(transformers, f"{name}ForCausalLM")._from_config(config, dtype=dtype)
     for parameter in model.parameters():
@@ -82,7 +91,8 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("kind", "tied"), [("llama", True), ("llama", False), ("qwen3", True), ("qwen2", False)]
+    ("kind", "tied"),
+    [("llama", True), ("llama", False), ("qwen3", True), ("qwen2", False), ("moe", False)],
 )
 def test_equals_hugging_face_bit_for_bit(kind, tied, dtype, form):
     torch.manual_seed(0)
@@ -100,6 +110,31 @@ def test_equals_hugging_face_bit_for_bit(kind, tied, dtype, form):
     for name, parameter in theirs.named_parameters():
         assert torch.equal(parameters.pop(name).grad, parameter.grad), name
     assert not parameters
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"checkpoint": "blocks"}, {"checkpoint": True}, {"checkpoint": 1}, {"memory_budget": 0.99}],
+)
+def test_experts_are_chosen_and_counted_once_under_every_option(option):
+    """A second forward would count each token twice, and after an update choose other experts."""
+    torch.manual_seed(0)
+    plain = Llama(**SMALL, experts=4, drop_rate=0.1)
+    planned = zoo.checkpoint(copy.deepcopy(plain), **option)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (plain, planned)]
+    for seed in range(3):
+        for model, optimizer in zip((plain, planned), optimizers, strict=True):
+            torch.manual_seed(seed)
+            optimizer.zero_grad()
+            model(torch.randint(101, (3, 20)), torch.randint(101, (3, 20))).backward()
+            optimizer.step()
+    for ours, theirs in zip(planned.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert torch.equal(ours.grad, theirs.grad)
+    loads = [layer.mlp.load for layer in planned.model.layers]
+    assert [load.sum().item() for load in loads] == [3 * 60 * 2] * 2
+    for load, layer in zip(loads, plain.model.layers, strict=True):
+        assert torch.equal(load, layer.mlp.load)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -197,6 +232,7 @@ def test_inputs_that_do_not_fit_are_refused(named, message):
         ({"groups": 3}, "groups that divide the heads .* got groups=3, heads=4"),
         ({"head_width": 7}, "an even head_width; got .* head_width=7"),
         ({"mlp_width": 0}, "mlp_width of at least 1; got 0"),
+        ({"experts": 2, "experts_per_token": 3}, "at most its experts=2; got 3"),
         ({"head": "exact"}, "head inplace or plain or fused; got 'exact'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The layer of Llama-like decoders (Grattafiori et al. 2024, arXiv:2407.21783).
+"""The layers of Llama-like decoders (Grattafiori et al. 2024, arXiv:2407.21783).
 
 RMSNorm (arXiv:1910.07467), rotary embeddings (arXiv:2104.09864), grouped queries (arXiv:2305.13245)
 and SwiGLU (arXiv:2002.05202), with the parameter names and the arithmetic of Hugging Face's layers.
@@ -6,12 +6,15 @@ No cache of keys and values and no sliding window.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
+
+from zoo.layers.experts import MixtureOfExperts
 
 
 class RMSNorm(nn.Module):
@@ -35,11 +38,13 @@ class Shared(NamedTuple):
         cos, sin: of the angles by which queries and keys are rotated, (1 or N, 1, T, head width).
         mask: whether a token reads another, (N, 1, T, T); None where it reads itself and all
             before.
+        routed: what routers of experts add their logits to, (N T, experts).
     """
 
     cos: Tensor
     sin: Tensor
     mask: Tensor | None
+    routed: list[Tensor]
 
 
 class Attention(nn.Module):
@@ -131,7 +136,10 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
         """(N, T, C) -> (N, T, C)."""
         x = x + self.self_attn(self.input_layernorm(x), shared)
-        return cast(Tensor, x + self.mlp(self.post_attention_layernorm(x)))
+        given = self.post_attention_layernorm(x)
+        if isinstance(self.mlp, MixtureOfExperts):
+            return cast(Tensor, x + self.mlp(given, shared.routed))
+        return cast(Tensor, x + self.mlp(given))
 
 
 class Rotary(nn.Module):
@@ -163,6 +171,33 @@ class Rotary(nn.Module):
         between = (1 - part) * high / self.stretch + part * high
         between = torch.where(wavelength > self.trained, low, between)
         return torch.where(wavelength < self.trained / 4, high, between)
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and the last norm: tokens (N, T) -> hidden (N, T, C)."""
+
+    def __init__(self, vocabulary: int, width: int, layers: list[Layer], rotary: Rotary, norm: Any):
+        super().__init__()
+        self.embed_tokens, self.layers = nn.Embedding(vocabulary, width), nn.ModuleList(layers)
+        self.norm, self.rotary = norm(width), rotary
+
+    def forward(
+        self,
+        tokens: Tensor,
+        embedding: Callable[[Tensor], Tensor],
+        mask: Tensor | None,
+        positions: Tensor | None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Tokens (N, T) -> hidden (N, T, C), and the logits of each router (N T, experts)."""
+        x = embedding(tokens)
+        visible = visible_tokens(mask, positions)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        cos, sin = self.rotary(x, positions)
+        shared = Shared(cos, sin, visible, [])
+        for layer in self.layers:
+            x = layer(x, shared)
+        return self.norm(x), shared.routed
 
 
 @torch.no_grad()

@@ -8,45 +8,18 @@ With targets, a chunk of tokens is decoded at a time (see `layers.language_head`
 of keys and values, sliding windows.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
-import torch
 from torch import Tensor, nn
 
 from zoo.errors import ArgumentError
 from zoo.layers.checks import IGNORED, check_arguments, check_choice, check_per_token, check_tokens
-from zoo.layers.decoder import MLP, Attention, Layer, RMSNorm, Rotary, Shared, visible_tokens
+from zoo.layers.decoder import MLP, Attention, Decoder, Layer, RMSNorm, Rotary
+from zoo.layers.experts import MixtureOfExperts, balance_loss
 from zoo.layers.language_head import HEADS, ChunkedLoss, choose_chunk_tokens, make_head
 from zoo.layers.weight_sharing import SharedWeight
 from zoo.models.model import Model
-
-
-class Decoder(nn.Module):
-    """Embedding, layers and the last norm: tokens (N, T) -> hidden (N, T, C)."""
-
-    def __init__(self, vocabulary: int, width: int, layers: list[Layer], rotary: Rotary, norm: Any):
-        super().__init__()
-        self.embed_tokens, self.layers = nn.Embedding(vocabulary, width), nn.ModuleList(layers)
-        self.norm, self.rotary = norm(width), rotary
-
-    def forward(
-        self,
-        tokens: Tensor,
-        embedding: Callable[[Tensor], Tensor],
-        mask: Tensor | None,
-        positions: Tensor | None,
-    ) -> Tensor:
-        """Tokens (N, T) -> hidden (N, T, C)."""
-        x = embedding(tokens)
-        visible = visible_tokens(mask, positions)
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        cos, sin = self.rotary(x, positions)
-        shared = Shared(cos, sin, visible)
-        for layer in self.layers:
-            x = layer(x, shared)
-        return cast(Tensor, self.norm(x))
 
 
 class Llama(Model):
@@ -56,7 +29,9 @@ class Llama(Model):
     and T at most `positions`. `heads` queries of `head_width` share the keys and values of `groups`
     (a divisor); `mlp_width` is that of SwiGLU. `tied` decodes by the embedding's weight. `qk_norm`
     (Qwen3) normalizes queries and keys, `qkv_bias` (Qwen2) adds biases to queries, keys and values;
-    `drop_rate` drops attention weights.
+    `drop_rate` drops attention weights. With `experts` (Qwen3-MoE) there are so many in the place
+    of each MLP, `experts_per_token` of which a token goes through (see `layers.experts`), and
+    `balance` times their balance loss is part of the loss.
     The rotary embedding's longest wavelength is about 2 pi `rotary_base`; see `Rotary` for
     `rotary_stretch`, and `layers.language_head` for `chunk_tokens` and `head`, as of GPT-2.
 
@@ -87,6 +62,9 @@ class Llama(Model):
         norm_epsilon: float = 1e-5,
         rotary_base: float = 500000.0,
         rotary_stretch: float = 1.0,
+        experts: int = 0,
+        experts_per_token: int = 2,
+        balance: float = 0.001,
         drop_rate: float = 0.0,
         chunk_tokens: int | None = None,
         head: str = "inplace",
@@ -95,37 +73,42 @@ class Llama(Model):
         check_arguments("Llama", width=width, depth=depth, heads=heads, groups=groups)
         check_arguments("Llama", head_width=head_width, mlp_width=mlp_width, vocabulary=vocabulary)
         check_arguments("Llama", positions=positions, chunk_tokens=chunk_tokens)
-        check_arguments("Llama", drop_rate=drop_rate)
+        check_arguments("Llama", drop_rate=drop_rate, experts_per_token=experts_per_token)
+        check_arguments("Llama", minimum=0, experts=experts)
         check_choice("Llama", "head", head, HEADS)
         if heads % groups or head_width % 2:
             raise ArgumentError(
                 f"Llama needs groups that divide the heads and an even head_width; got "
                 f"groups={groups}, heads={heads}, head_width={head_width}"
             )
+        if experts and experts_per_token > experts:
+            raise ArgumentError(
+                f"Llama needs experts_per_token of at most its experts={experts}; got "
+                f"{experts_per_token}"
+            )
         self.positions, self.chunk_tokens, self.head = positions, chunk_tokens, head
+        self.experts_per_token, self.balance = experts_per_token, balance
 
         def norm(width: int) -> RMSNorm:
             return RMSNorm(width, norm_epsilon)
 
-        form: Any = {"norm": norm if qk_norm else nn.Identity, "qkv_bias": qkv_bias}
-        form["drop_rate"] = drop_rate
-        layers = [
-            Layer(
-                width,
-                Attention(width, heads, groups, head_width, **form),
-                MLP(width, mlp_width),
-                norm,
-            )
-            for _ in range(depth)
-        ]
+        def layer() -> Layer:
+            form: Any = {"qkv_bias": qkv_bias, "drop_rate": drop_rate}
+            form["norm"] = norm if qk_norm else nn.Identity
+            attention = Attention(width, heads, groups, head_width, **form)
+            if not experts:
+                return Layer(width, attention, MLP(width, mlp_width), norm)
+            mixture = MixtureOfExperts(width, mlp_width, experts, experts_per_token)
+            return Layer(width, attention, mixture, norm)
+
         rotary = Rotary(head_width, rotary_base, rotary_stretch, 8192)
-        self.model = Decoder(vocabulary, width, layers, rotary, norm)
+        self.model = Decoder(vocabulary, width, [layer() for _ in range(depth)], rotary, norm)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif "norm" not in name:
+                nn.init.normal_(parameter, std=0.02)
         if tied:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.loss = ChunkedLoss()
@@ -149,15 +132,19 @@ class Llama(Model):
         check_tokens("Llama", tokens, targets, "NT", **limits)
         check_per_token("Llama", tokens, mask=mask, positions=positions)
         if targets is None:
-            return cast(Tensor, self.lm_head(self.model(tokens, words, mask, positions)))
+            hidden, _ = self.model(tokens, words, mask, positions)
+            return cast(Tensor, self.lm_head(hidden))
         weight = SharedWeight(words.weight)
-        hidden = self.model(tokens, weight.embedding(words), mask, positions)
+        hidden, routed = self.model(tokens, weight.embedding(words), mask, positions)
         is_tied = self.lm_head.weight is words.weight
         decoder = weight if is_tied else SharedWeight(self.lm_head.weight)
         chunk = self.chunk_tokens or choose_chunk_tokens(tokens.numel(), width, vocabulary)
         head = make_head(self.head, decoder, chunk, self.lm_head)
         total: Tensor = self.loss(hidden.new_zeros(()), head, hidden, targets)
-        return total / (targets != IGNORED).sum()
+        loss = total / (targets != IGNORED).sum()
+        if routed:
+            loss = loss + self.balance * balance_loss(routed, self.experts_per_token, mask)
+        return loss
 
 
 _LLAMA: Any = {"groups": 8, "rotary_stretch": 32.0}
