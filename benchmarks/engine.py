@@ -42,9 +42,9 @@ from torch.utils.checkpoint import checkpoint
 import zoo
 from zoo.engine.devices import accelerator, allocated, is_available, synchronize
 from zoo.engine.recompute import segment
-from zoo.engine.recording import thread
 from zoo.engine.replay import Scheduled, replay
 from zoo.engine.replay_check import checking
+from zoo.engine.segments import thread
 from zoo.profiling.peak_memory import trace
 from zoo.tracing.partition import paths_of
 from zoo.units import format_bytes
@@ -187,8 +187,8 @@ def kernels(count: int = 20) -> None:
             made = x.sin()
             seconds = seconds_of(lambda: call(made))
             assert thread.segment is not None
-            nodes = thread.segment.recording.nodes
-            scheduled[:] = [(node, node.results if node.index else ()) for node in nodes]
+            kernels = thread.segment.recording.kernels
+            scheduled[:] = [(kernel, kernel.results if kernel.index else ()) for kernel in kernels]
         return seconds
 
     def direct() -> None:

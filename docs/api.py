@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import zoo
-import zoo.api.plan
+import zoo.api.plan_rank
 import zoo.invocation
 import zoo.policy.budget
 import zoo.policy.options
@@ -60,7 +60,7 @@ GROUPS = (
     Group(
         "Planning",
         "Before a step is run; inputs and models may be on the meta device.",
-        ("zoo.api.plan", "zoo.sizing", "zoo.policy.plan_report"),
+        ("zoo.api.plan", "zoo.api.plan_rank", "zoo.sizing", "zoo.policy.plan_report"),
     ),
     Group(
         "Measuring and verifying",
@@ -79,7 +79,7 @@ TYPES: dict[str, ModuleType] = {
     "Inputs": zoo.invocation,
     "Loss": zoo.invocation,
     "MakeOptimizer": zoo.profiling.optimizer_memory,
-    "Strategy": zoo.api.plan,
+    "Strategy": zoo.api.plan_rank,
     "Vary": zoo.sizing.size_estimate,
 }
 

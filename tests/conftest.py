@@ -32,11 +32,11 @@ OF_OTHER_DEVICES = {"lstm": "torch's kernel of an LSTM's cell is for CUDA and XP
 
 # the files that take the longest, longest first
 LONG = (
-    "test_max_size.py", "test_budget.py", "test_docs.py", "test_traced_steps.py",
-    "test_recorded_steps.py", "test_ranks.py", "test_options.py", "test_memory_optimized.py",
-    "test_examples.py", "test_exact.py", "test_worker.py", "test_optimal.py", "test_programs.py",
-    "test_interrupts.py", "test_commands.py", "test_lstm.py", "test_verify.py",
-    "test_in_backward.py",
+    "test_docs.py", "test_max_size.py", "test_budget.py", "test_memory_optimized.py",
+    "test_options.py", "test_examples.py", "test_worker.py", "test_ranks.py", "test_programs.py",
+    "test_recorded_steps.py", "test_in_backward.py", "test_lstm.py", "test_optimal.py",
+    "test_sizes.py", "test_fuzz.py", "test_commands.py", "test_least.py", "test_verify.py",
+    "test_faults.py", "test_exact.py", "test_interrupts.py",
 )  # fmt: skip
 
 
@@ -67,6 +67,17 @@ def _freezes_imports() -> Iterator[None]:
     """A file's tests may have imported more."""
     yield
     _freeze()
+
+
+@pytest.fixture
+def without_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans in this process, as one that uses a device does: plans are the same.
+
+    That takes half the time, since a forked process starts with what torch and fake tensors cache
+    and what it adds is lost. Files that ask what plans take, not what planning leaves behind, use
+    it.
+    """
+    monkeypatch.setattr("zoo.profiling.isolation.can_fork", lambda: False)
 
 
 @pytest.fixture(autouse=True)

@@ -241,15 +241,14 @@ def one_plan() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zoo.policy.options.Option._within_budget", decide)
-        for build in (Net, Residuals):
-            model = zoo.checkpoint(build(), "auto", memory_budget="1GiB")
-            model(images()).sum().backward()
-            plans: list[Any] = [None] * world
-            distributed.all_gather_object(plans, plan_of(model).text())
-            assert len(set(plans)) == 1
-            # other inputs in each process: nobody waits for a plan that never comes
-            model(images(20 + rank)).sum().backward()
-            assert plan_of(model).runs()[: rank + 1] == (2,) * (rank + 1)
+        model = zoo.checkpoint(Net(), "auto", memory_budget="1GiB")
+        model(images()).sum().backward()
+        plans: list[Any] = [None] * world
+        distributed.all_gather_object(plans, plan_of(model).text())
+        assert len(set(plans)) == 1
+        # other inputs in each process: nobody waits for a plan that never comes
+        model(images(20 + rank)).sum().backward()
+        assert plan_of(model).runs()[: rank + 1] == (2,) * (rank + 1)
 
 
 def one_looks_ahead() -> None:
@@ -315,20 +314,13 @@ def optimizer_in_backward_of_a_wrapper() -> None:
 unused = functools.partial(data_parallel, find_unused_parameters=True)
 static = functools.partial(data_parallel, static_graph=True)
 CHECKS: dict[str, Callable[[], None]] = {
-    **{
-        f"{name} of {build.__name__}": exact(build, wrap, option)
-        for build in (Net, Residuals)
-        for name, wrap, option in (
-            ("data parallel", data_parallel, True),
-            ("static graph", static, "sqrt"),
-            ("wrapped first", wrapped_first, 3),
-            ("sharded after", sharded_after, True),
-            ("sharded before", sharded_before, "sqrt"),
-        )
-    },
+    "data parallel": exact(Net, data_parallel),
+    "static graph": exact(Net, static, "sqrt"),
+    "wrapped first": exact(Net, wrapped_first, 3),
+    "sharded after": exact(Net, sharded_after),
+    "sharded before": exact(Net, sharded_before, "sqrt"),
     "unused": exact(Perceptrons, unused),
     "accumulated": exact(Net, data_parallel, micro=3),
-    "accumulated chain": exact(Residuals, data_parallel, micro=3),
     "wrapper": exact(Net, wrapped_and_put),
     "synchronized": exact(lambda: Perceptrons(lambda: SharedNorm(4)), unused),
     "tensor parallel after": exact(Perceptrons, functools.partial(split, first=True)),
@@ -339,7 +331,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "plan of tensor parallel by rows": plan_by_rows,
     "sharded after of Tabled": exact(Tabled, sharded_after),
     "sharded before of Tabled": exact(Tabled, sharded_before, 2),
-    "chain of Tabled": steps_of_shards,
+    "steps of shards": steps_of_shards,
     "one process": as_in_one_process,
     "pipeline": pipeline,
     "one plan": one_plan,

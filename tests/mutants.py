@@ -51,71 +51,71 @@ GUARDS = {
         PendingReads._is_held: never of_storage
         PendingReads.are_left: never waiting_in, never any""",
     "../tracing/test_exact": """
-        Conductor._keep_late: drop lose, drop hold_readers""",
+        Conductor._keep_late: drop mark_external, drop hold_readers""",
     "pitfalls/test_aliases": """
         Recorder._run: never _is_given_twice
         replay._scratch: always all""",
     "pitfalls/test_ambient": """
         kernel_settings: without Setting is_grad_enabled""",
     "pitfalls/test_ambient pitfalls/test_transforms": """
-        Handle.unpack: bare without_modes""",
+        saved_tensors.unpack_handle: bare without_modes""",
     "pitfalls/test_autograd": """
         replay._scratch: drop requires_grad_""",
     "pitfalls/test_changes": """
-        Handle.unpack: drop check_history""",
+        saved_tensors.unpack_handle: drop check_history""",
     "pitfalls/test_compile": """
         compiled_segments._refused: none written_since, drop reads, empty writes, never draws""",
     "pitfalls/test_distributed": """
-        replay.outside_of: never geometry
+        replay.external_tensors: never geometry
         saved_tensors._replay: drop reshard""",
     "pitfalls/test_distributed test_distributed": """
         operator_effects._read: never c10d""",
     "pitfalls/test_dropped_graphs": """
-        Outside.cut: bare detach
-        Recording.close: drop cut""",
+        External.detach_graph: bare detach
+        Storages.close: drop detach_graph""",
     "pitfalls/test_layouts": """
         Geometry.on: never is_neg
         Opaque.__init__: put pack
         Opaque.unpack: drop counted
-        Outside._unchanged: drop wrapper
-        Recording._refer_outside: always is_copied
-        Recording.before_write: drop parts_of
-        Recording.target: never readers
-        Sparse.now: never is_copied, never geometry
+        External._unchanged: drop wrapper
+        Storages._refer_external: always is_copied
+        Storages.before_write: drop parts_of
+        Storages.target: never readers
+        SparseExternal.resolve: never is_copied, never geometry
         replay._copy: put of_storage""",
     "pitfalls/test_layouts pitfalls/test_distributed": """
         Recorder.__torch_dispatch__: never has_own_storage types types""",
     "pitfalls/test_randomness": """
         devices.draws_of: without values kwargs, without args""",
     "pitfalls/test_state pitfalls/test_statistics test_recording": """
-        Recording.before_write: drop hold_readers, drop pop, drop forget""",
+        Storages.before_write: drop hold_readers, drop pop, drop forget""",
     "pitfalls/test_statistics": """
         Recorder._leave_out_statistics: drop before_write
-        Recording.before_write: drop isinstance""",
+        Storages.before_write: drop isinstance""",
     "pitfalls/test_structure": """
-        Recorder._run: drop before_write""",
+        Recorder._before_reshape: drop before_write""",
     "pitfalls/test_transforms": """
-        replay.without_modes: never batches""",
+        replay.without_modes: never VMAP_OF_GRADIENTS""",
     "pitfalls/test_unseen_writes": """
         Handle._as_it_is: never fingerprint
         Handle.fill: bare _as_it_is
         Handle.is_result: always base
         Handle.look_for_writes: drop reference
-        Handle.unpack: never self, never _version
         Original.is_replaced: never value
-        Outside.is_as_read: always sample
-        Outside.now: never self
-        Recorder._encoded: drop sample, never is_inference
-        Recorder._run_empty: drop fill
-        Recording.before_read: always version, always is_grad_enabled, never Parameter
-        Recording.before_read: drop memory
-        Recording.lose: drop lose
-        Recording.target: always blank
-        Recording.written: drop blank
-        Request.is_given: never any
-        operands.new_mark: put number next
-        operands.roles_of: never base
-        recording.hold_readers: drop is_still_there, always version""",
+        External.is_as_read: always sample
+        External.resolve: never self
+        Recording._referred: drop sample, never is_inference
+        recorder._run_empty: drop fill
+        Storages.before_read: always version, always is_grad_enabled, never Parameter
+        Storages.before_read: drop memory
+        Storages.mark_external: drop mark_external
+        Storages.target: always blank
+        Storages.written: drop blank
+        Request.has_inputs: never any
+        unseen_writes.new_mark: put number next
+        saved_tensors.unpack_handle: never handle, never _version
+        storages.hold_readers: drop is_still_there, always version
+        tensor_state.roles_of: never base""",
     "test_dispatch_keys": """
         KernelWithKeys.__call__: drop torch, empty earlier, drop set_autocast_cache_enabled
         Recorder.__torch_dispatch__: put with_present_keys
@@ -131,9 +131,9 @@ GUARDS = {
     "test_executor pitfalls/test_statistics": """
         Recorder._run: never statistics
         operator_effects._read: none NORMS
-        recording.statistics_of: always args""",
+        operator_effects.statistics_of: always args""",
     "test_executor test_recompute": """
-        Request.given_to: without given_to
+        Request.inputs_of: without inputs_of
         Segment.all_handles: drop inner
         replay._run: drop draw_as
         saved_tensors._replay: empty made _version
@@ -143,40 +143,40 @@ GUARDS = {
     "test_fingerprint": """
         Handle.fill: never before
         Handle.look_for_writes: drop fingerprint
-        operands.fingerprint: never requires_grad, always is_contiguous
-        recording._is_untouched: always value""",
+        unseen_writes.fingerprint: never requires_grad, always is_contiguous
+        Value.is_untouched: always self""",
     "test_fingerprint pitfalls/test_unseen_writes": """
-        Recording._has_version: always holder counter counter""",
+        Value.has_version: always holder counter counter""",
     "test_generators": """
         PackedState.state: drop memmove
-        Recorder._note_draws: always is_same_state, always index
+        Recording.note_draws: always is_same_state, always index
         Segment.count_draw: drop drawn
         replay.schedule: drop update""",
     "test_inner_gradients": """
         Handle.before_write: never is_copy
-        Recording._refer_outside: drop is_replayed
-        Recording.note_copy: drop ReplayedCopy
-        Recording.note_detach: drop share
-        Recording.still_there: always value
-        Recording.target: drop is_known
-        Request.is_given: always operations
+        Storages._refer_external: drop is_replayed
+        Storages.note_copy: drop ReplayedCopy
+        Storages.note_detach: drop share
+        Storages.still_there: always value
+        Storages.target: drop is_known
+        Request.has_inputs: always operations
         Request.waiting: put compress
         saved_tensors._fill: never found
-        saved_tensors.prune: drop clear""",
+        saved_tensors._prune: drop clear""",
     "test_interrupts": """
-        Handle.unpack: drop replaying around""",
+        saved_tensors.unpack_handle: drop replaying around""",
     "test_kernel_segments": """
         Conductor.__torch_dispatch__: never replaying
         Conductor._advance: never func
         Conductor._close: drop prune, drop _saved
         Conductor._leave: drop segment
-        Conductor._stray: never operators
-        Conductor._turn: never shared path, always fresh
-        Conductor.enter: drop synchronized, never place
+        Conductor._switch_scripts: never operators
+        Conductor._switch_segments: never shared path, always fresh
+        Conductor.enter: drop synchronized, never index
         kernel_segments.conducts: always hooks
         segment.__enter__: never conductor""",
     "test_kernel_segments ../tracing/test_traced_steps": """
-        Conductor._turn: put move_to""",
+        Conductor._switch_segments: put move_to""",
     "test_kernel_settings": """
         HeededSettings.are_in: never is_with_cuda
         kernel_settings._own_precision: drop is_set""",
@@ -200,29 +200,29 @@ GUARDS = {
     "test_recompute test_executor": """
         replay.schedule: empty wanted""",
     "test_recompute test_replay": """
-        Handle.unpack: drop is_graph_kept""",
+        saved_tensors.unpack_handle: drop is_graph_kept""",
     "test_recording": """
-        Recording._refer_outside: never is_inference
-        Recording.before_read: never is_small
-        Recording.find: always storage home
-        Recording.reshape: drop base
+        Storages._refer_external: never is_inference
+        Storages.before_read: never is_small
+        Storages.find: always storage home
+        Storages.reshape: drop base
         operator_effects._read: without UNDECLARED
         operator_effects.is_kernel: never namespace
         recompute.records: always is_grad_enabled
-        recording.is_small: always bool, drop _is_parameter""",
+        storages.is_small: always bool, drop _is_parameter""",
     "test_recording pitfalls": """
-        recording._reference: always value trains trains""",
+        Value.refer: always self trains trains""",
     "test_recording pitfalls/test_compile": """
         Recorder: never keeps_compiled""",
     "test_recording pitfalls/test_unseen_writes": """
-        Recorder._run: drop forget""",
+        Recorder._before_reshape: drop forget""",
     "test_recording test_operators": """
-        Geometry.of_storage: drop found, never negative""",
+        Geometry.of_storage: drop view, never negative""",
     "test_recording test_recompute": """
-        Recording.close: without self outside, without self known
+        Storages.close: without self externals, without self current
         saved_tensors._replay: empty made given alive""",
     "test_recording test_replay": """
-        saved_tensors.prune: put close""",
+        saved_tensors._prune: put close""",
     "test_replay": """
         Changes.restore: without reversed
         Recorder.__torch_dispatch__: never replaying
@@ -240,16 +240,16 @@ GUARDS = {
         ReplayCheck.compare: put differs, put logical_or_
         ReplayCheck.end_backward: never every""",
     "test_saved_tensors": """
-        Handle.unpack: drop check_version, never current_backward
-        Recorder._run_outside: never lists
-        Recording.look_for_replaced: never handle, always is_result
-        Recording.reshape: drop before_write
-        Recording.target: drop before_write
-        operands.detach_here: never count_dispatch_modes is_below
+        saved_tensors.unpack_handle: drop check_version, never current_backward
+        Recorder._run_unrecorded: never lists
+        Handle.keep_if_replaced: never tensor, always is_result
+        Storages.reshape: drop before_write
+        Storages.target: drop before_write
+        tensor_state.detach_here: never count_dispatch_modes is_below
         recompute.records: always are_saved_tensors_hooks_enabled
         segment.__enter__: drop hooks""",
     "test_saved_tensors test_recompute": """
-        Outside._unchanged: drop tensor""",
+        External._unchanged: drop tensor""",
     "test_saved_tensors test_recording test_recompute test_replay": """
         saved_tensors.fill: drop append""",
 }
@@ -259,8 +259,8 @@ REPLACEMENTS = {
     "put with_present_keys": "return func._op(*args, **kwargs)",
     "put compress": "return found",
     "put reversed waiting": "_fill(handle.segment, request)",
-    "put close": "segment.recording.close(segment.recording.nodes)",
-    "put pack": "self.packed = [pack(p) if isinstance(p, Tensor) else p for p in parts]",
+    "put close": "segment.recording.close(segment.recording.kernels)",
+    "put pack": "self.packed = {k: pack(p) if type(p) is Tensor else p for k, p in parts.items()}",
     "put of_storage": "return tensor",
     "put callers CALLERS": "callers = (overload,)",
     "put max_memory_allocated": "return torch.get_device_module(device).max_memory_allocated(0)",

@@ -12,7 +12,7 @@ from tests.documents import ROOT, Snippet, anchor, leads_somewhere, prose, run, 
 from zoo._torch import OLDEST
 
 PAGES = (
-    *("budgets", "cuda", "distributed", "errors", "exactness", "guide", "how-it-works"),
+    *("budgets", "distributed", "errors", "exactness", "guide", "how-it-works"),
     *("language-models", "myths", "recipes"),
 )
 LINKING = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])

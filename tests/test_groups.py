@@ -2,8 +2,8 @@
 
 By name: DistributedDataParallel, also with a static graph, unused parameters, `no_sync`, and
 wrapped before `zoo.checkpoint`, which then takes the model or the wrapper; a norm of all processes;
-FSDP2 and tensor parallelism before and after `zoo.checkpoint`; a pipeline of parts of a chain; one
-plan for all. Each on a model as people write it, and where it can be on a chain.
+FSDP2 and tensor parallelism before and after `zoo.checkpoint`; a pipeline of parts of a model; one
+plan for all.
 """
 
 import pytest

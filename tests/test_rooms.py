@@ -100,8 +100,8 @@ print(len(files))
 @pytest.mark.parametrize(
     ("build", "start", "most"),
     [
-        ("model = zoo.resnet50(checkpoint=True)", "model", 34),
-        ("import timm; model = timm.create_model('resnet18')", "zoo.checkpoint(model)", 38),
+        ("model = zoo.resnet50(checkpoint=True)", "model", 39),
+        ("import timm; model = timm.create_model('resnet18')", "zoo.checkpoint(model)", 43),
     ],
 )
 def test_a_first_step_passes_few_files(build: str, start: str, most: int) -> None:

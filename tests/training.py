@@ -203,26 +203,12 @@ def module(call: Call, model: nn.Module, *inputs: Any) -> Any:
     return call(model, *inputs)
 
 
-def closure(call: Call, model: nn.Module, *inputs: Any) -> Any:
-    """Hands over a function that has the module in its closure."""
-
-    def function(*inputs: Any) -> Any:
-        return model(*inputs)
-
-    return call(function, *inputs)
-
-
-def method(call: Call, model: nn.Module, *inputs: Any) -> Any:
-    """Hands over a method of an object that holds the module."""
-    return call(_Holder(model).run, *inputs)
-
-
 def nested(call: Call, model: nn.Module, *inputs: Any) -> Any:
     """Hands over a function with a segment inside."""
     return call(lambda *inputs: call(model, *inputs).sin(), *inputs)
 
 
-WAYS = [module, closure, method, nested]
+WAYS = [module, nested]
 
 
 def elsewhere(function: Callable[[], object]) -> None:
@@ -241,14 +227,6 @@ class Forward(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         return self.function(*inputs)
-
-
-class _Holder:
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def run(self, *inputs: Any) -> Any:
-        return self.model(*inputs)
 
 
 def rows(count: int = 6) -> list[Tensor]:

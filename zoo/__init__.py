@@ -17,12 +17,8 @@ from zoo.api.checkpoint import (
     plan_of as plan_of,
     uncheckpoint as uncheckpoint,
 )
-from zoo.api.plan import (
-    RankReport as RankReport,
-    frontier as frontier,
-    plan as plan,
-    plan_rank as plan_rank,
-)
+from zoo.api.plan import frontier as frontier, plan as plan
+from zoo.api.plan_rank import RankReport as RankReport, plan_rank as plan_rank
 from zoo.api.track import Anatomy as Anatomy, anatomy as anatomy, track as track
 from zoo.api.verify import verify as verify
 from zoo.catalog import (
@@ -107,5 +103,5 @@ __all__ = [
     if name == "__version__" or (name[0] != "_" and type(value) is not type(_interrupts))
 ]
 
-# a program of somebody else's may have the command's name, too
+# another program may have the command's name, too
 _interrupts.raise_on_interrupt()

@@ -12,9 +12,10 @@ import importlib.util
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -24,26 +25,66 @@ if torch.torch_version.TorchVersion(torch.__version__) < f"{OLDEST}.0a0":
     raise ImportError(f"zoo needs torch {OLDEST} or later; this is {torch.__version__}")
 
 try:
+    from torch import _conj as conj, _neg_view as neg_view
+    from torch._C import (
+        DisableTorchFunction,
+        DispatchKey,
+        DispatchKeySet,
+        _are_functorch_transforms_active as are_functorch_transforms_active,
+        _AutoDispatchBelowAutograd as BelowAutograd,
+        _autograd,
+        _current_autograd_node as current_node,
+        _current_graph_task_id as current_backward,
+        _DisableAutocast as DisableAutocast,
+        _disabled_torch_dispatch_impl as disabled_torch_dispatch,
+        _DisableTorchDispatch as DisableTorchDispatch,
+        _dispatch_dump as dispatch_table,
+        _dispatch_has_kernel_for_dispatch_key as has_kernel,
+        _dispatch_tls_is_dispatch_key_excluded as is_key_excluded,
+        _dispatch_tls_is_dispatch_key_included as is_key_included,
+        _dispatch_tls_local_exclude_set as excluded_keys,
+        _dispatch_tls_local_include_set as included_keys,
+        _EnableTorchFunction as EnableTorchFunction,
+        _ExcludeDispatchKeyGuard as ExcludeKeys,
+        _ForceDispatchKeyGuard as ForceDispatchKeyGuard,
+        _get_dispatch_mode as get_dispatch_mode,
+        _has_mkldnn as HAS_MKLDNN,
+        _is_any_autocast_enabled as is_any_autocast_enabled,
+        _is_tracing as is_tracing,
+        _len_torch_dispatch_stack as count_dispatch_modes,
+        _set_grad_enabled as set_grad_enabled,
+        _storage_Use_Count as storage_holders,
+        _TorchDispatchModeKey,
+        _will_engine_execute_node,
+    )
+    from torch._C._autograd import (
+        SavedTensor,
+        _get_current_graph_task_keep_graph,
+        _get_sequence_nr as sequence_number,
+        _saved_tensors_hooks_disable,
+        _saved_tensors_hooks_enable,
+        _top_saved_tensors_default_hooks as top_saved_tensors_hooks,
+    )
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiler_callback
+    from torch._C._functorch import is_legacy_batchedtensor as is_legacy_batched
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as no_transforms
     from torch._guards import active_fake_mode
+    from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
         FakeTensor,
         FakeTensorConverter,
         FakeTensorMode,
-        UnsupportedFakeTensorException,
-        UnsupportedOperatorException,
         in_kernel_invocation_manager as in_kernel_invocation,
         unset_fake_temporarily,
     )
-    from torch.library import _scoped_library as scoped_library
+    from torch.library import _impls as PYTHON_KERNELS, _scoped_library as scoped_library
     from torch.optim.optimizer import _global_optimizer_pre_hooks as HOOKS_OF_ALL_STEPS
     from torch.utils import _pytree as pytree
     from torch.utils._foreach_utils import (
         _get_foreach_kernels_supported_devices as devices_with_kernels_of_lists,
     )
-    from torch.utils._mode_utils import no_dispatch
     from torch.utils._python_dispatch import (
         TorchDispatchMode,
         _disable_current_modes as disable_current_modes,
@@ -65,54 +106,26 @@ def _private(path: str) -> Any:
         ) from error
 
 
-DisableTorchFunction: Any = _private("_C.DisableTorchFunction")
-function_state: Any = _private("_C._get_torch_function_state")
-set_function_state: Any = _private("_C._set_torch_function_state")
-EnableTorchFunction: Any = _private("_C._EnableTorchFunction")
-DispatchKey: Any = _private("_C.DispatchKey")
-DispatchKeySet: Any = _private("_C.DispatchKeySet")
-BelowAutograd: Any = _private("_C._AutoDispatchBelowAutograd")
-DisableAutocast: Any = _private("_C._DisableAutocast")
-DisableTorchDispatch: Any = _private("_C._DisableTorchDispatch")
-ForceDispatchKeyGuard: Any = _private("_C._ForceDispatchKeyGuard")
-FAKE_MODE: Any = _private("_C._TorchDispatchModeKey.FAKE")
+# tensors and plain values, in lists, tuples and dictionaries of any depth
+PyTree: TypeAlias = Any
+# arguments of an operator or a module
+Args = tuple[PyTree, ...]
+Kwargs = dict[str, PyTree]
+# what a dispatch mode is called for; one of higher order has neither `_op` nor a schema
+Operator = OpOverload[..., PyTree]
+
+FAKE_MODE = _TorchDispatchModeKey.FAKE
 # of the mode by which `make_fx` writes a graph, as higher-order operators do of their functions
-PROXY_MODE: Any = _private("_C._TorchDispatchModeKey.PROXY")
-are_functorch_transforms_active: Any = _private("_C._are_functorch_transforms_active")
-is_graph_kept: Any = _private("_C._autograd._get_current_graph_task_keep_graph")
-sequence_number: Any = _private("_C._autograd._get_sequence_nr")
-for _name in ("_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable", "SavedTensor"):
-    _private(f"_C._autograd.{_name}")
-are_saved_tensors_hooks_enabled: Any = _private("_C._autograd._saved_tensors_hooks_is_enabled")
-top_saved_tensors_hooks: Any = _private("_C._autograd._top_saved_tensors_default_hooks")
-current_node: Any = _private("_C._current_autograd_node")
-current_backward: Any = _private("_C._current_graph_task_id")
-disabled_torch_dispatch: Any = _private("_C._disabled_torch_dispatch_impl")
-RestoreKeys: Any = _private("_C._RestorePythonTLSSnapshot")
-has_kernel: Any = _private("_C._dispatch_has_kernel_for_dispatch_key")
-excluded_keys: Any = _private("_C._dispatch_tls_local_exclude_set")
-included_keys: Any = _private("_C._dispatch_tls_local_include_set")
-ExcludeKeys: Any = _private("_C._ExcludeDispatchKeyGuard")
-is_key_included: Any = _private("_C._dispatch_tls_is_dispatch_key_included")
+PROXY_MODE = _TorchDispatchModeKey.PROXY
 # of the vmap around a backward of several gradients at once
-VMAP_OF_GRADIENTS: Any = _private("_C._parse_dispatch_key")("VmapMode")
-is_key_excluded: Any = _private("_C._dispatch_tls_is_dispatch_key_excluded")
-is_legacy_batched: Any = _private("_C._functorch.is_legacy_batchedtensor")
-get_dispatch_mode: Any = _private("_C._get_dispatch_mode")
-HAS_MKLDNN: Any = _private("_C._has_mkldnn")
-is_any_autocast_enabled: Any = _private("_C._is_any_autocast_enabled")
-is_tracing: Any = _private("_C._is_tracing")
-count_dispatch_modes: Any = _private("_C._len_torch_dispatch_stack")
-set_grad_enabled: Any = _private("_C._set_grad_enabled")
-storage_holders: Any = _private("_C._storage_Use_Count")
-will_run: Any = _private("_C._will_engine_execute_node")
-# what is asked before each frame of Python, where the compiler runs
-compiler_callback: Any = _private("_C._dynamo.eval_frame.get_eval_frame_callback")
-conj: Any = _private("_conj")
-# "namespace/operator/key" of each kernel that is a Python function
-PYTHON_KERNELS: set[str] = _private("library._impls")
-dispatch_table: Any = _private("_C._dispatch_dump")
-neg_view: Any = _private("_neg_view")
+VMAP_OF_GRADIENTS: DispatchKey = _private("_C._parse_dispatch_key")("VmapMode")
+# names that torch's own stubs lack
+function_state: Callable[[], object] = _private("_C._get_torch_function_state")
+set_function_state: Callable[[object], None] = _private("_C._set_torch_function_state")
+RestoreKeys: type[AbstractContextManager[None]] = _private("_C._RestorePythonTLSSnapshot")
+are_saved_tensors_hooks_enabled: Callable[[], bool] = _private(
+    "_C._autograd._saved_tensors_hooks_is_enabled"
+)
 
 
 def _offset_of_storage_pointer() -> int:
@@ -196,6 +209,34 @@ _private("compiler._is_exporting_flag")
 is_exporting = functools.partial(getattr, torch.compiler, "_is_exporting_flag")
 
 
+def is_graph_kept() -> bool:
+    """Returns whether a backward of autograd's engine runs here, and keeps its graph."""
+    return current_backward() != -1 and bool(_get_current_graph_task_keep_graph())
+
+
+def will_run(node: Any) -> bool:
+    """Returns whether the current backward runs an autograd node.
+
+    Code that calls autograd nodes by itself, without the engine, calls them all.
+    """
+    return current_backward() == -1 or bool(_will_engine_execute_node(node))
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Replaces an attribute of a class, a module or an object inside the block."""
+    own = vars(owner)
+    before, has_own = own.get(name), name in own
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if has_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
 def watch_hooks_of_saved_tensors(
     before_disable: Callable[[], object],
     after_enable: Callable[[], object],
@@ -203,7 +244,7 @@ def watch_hooks_of_saved_tensors(
 ) -> None:
     """Makes torch call these where a program disables the hooks for saved tensors or adds to them.
 
-    torch refuses both where any hooks are set, and asks nobody. `before_disable` is called where
+    torch refuses both where any hooks are set. `before_disable` is called where
     the hooks are about to be disabled, as `torch.func.grad` does, `after_enable` where they were
     enabled again; `before_register` with what a saved tensor was packed to that is to have hooks of
     its own.
@@ -313,14 +354,14 @@ class _CompilerStandIn(types.ModuleType):
 
 
 class _Sources(types.ModuleType):
-    """Has a class of each name, as what the compiler calls sources, which nobody asks here."""
+    """In the place of what the compiler calls sources: any name is a class, which is never used."""
 
     def __getattr__(self, name: str) -> Any:
         return type(name, (), {"__init__": lambda *_, **__: None, "name": name})
 
 
 def leave_out_compiler() -> None:
-    """Has fake tensors not import the compiler, of which they read settings and names: a second.
+    """Keeps fake tensors from importing the compiler for its settings and names: a second.
 
     Only for a process of one thread that ends soon.
     """
@@ -334,48 +375,6 @@ def leave_out_compiler() -> None:
         return make(self, *args, **others | {"trace": False})
 
     FakeTensorConverter.from_real_tensor = made  # type: ignore[method-assign]
-
-
-def fake_of(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
-    """Returns the fake that a mode has for a tensor, made in a tenth of the time if it is plain.
-
-    It then has no `.grad` and none of the marks that torch leaves beside shape, type and class. One
-    of a meta tensor is on the CPU, whose kernels stand for those of any device.
-    """
-    memo = mode.fake_tensor_converter.meta_converter
-    place = torch.device("cpu") if tensor.is_meta else tensor.device
-    storage = None
-    if _fills_a_storage(tensor):
-        storage = memo.describer.get_storage_id(tensor.untyped_storage())
-    if storage is None or storage in memo.storage_memo:
-        fake = mode.from_tensor(tensor)
-        if tensor.is_meta and isinstance(fake, FakeTensor):
-            fake.fake_device = place
-        return fake
-    with no_dispatch():
-        shape, stride = tensor.shape, tensor.stride()
-        sizes = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
-        fake = FakeTensor(mode, sizes, place)
-    fake.requires_grad_(tensor.requires_grad)
-    if isinstance(tensor, torch.nn.Parameter):
-        fake._is_param = True
-    # by these the mode finds it for the tensor, and its storage for what lies in the tensor's
-    mode.fake_tensor_converter.set_tensor_memo(tensor, fake)
-    memo.storage_memo[storage] = fake.untyped_storage()
-    return fake
-
-
-def _fills_a_storage(tensor: torch.Tensor) -> bool:
-    """Says whether a tensor is of torch's own classes, dense, and all that is in its storage."""
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
-        and tensor.is_leaf
-        and not (tensor.is_nested or tensor.is_quantized or tensor.is_inference())
-        and not (tensor._is_view() or tensor._is_zerotensor())
-        and not (tensor.is_conj() or tensor.is_neg())
-        and tensor.untyped_storage().nbytes() == tensor.nbytes
-    )
 
 
 def compiler_settings() -> Any:

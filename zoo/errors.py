@@ -21,11 +21,11 @@ class ZooError(Exception):
 
 
 class PlanError(ZooError, ValueError):
-    """Says that a plan is malformed or does not fit its model."""
+    """A plan is malformed or does not fit its model."""
 
 
 class BudgetError(ZooError, ValueError):
-    """Says that no plan keeps to a budget, and the least that one needs.
+    """No plan keeps to a budget; the error has the least that one needs.
 
     `budget`, `least` and `baseline` (what plain training takes) are bytes, None where unknown.
     """
@@ -42,7 +42,7 @@ class BudgetError(ZooError, ValueError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Says that Ctrl-C ended a search, and what it had found; nothing else of it is left.
+    """Ctrl-C ended a search; the error has what it had found, and nothing else is left.
 
     `found` is a `Frontier` of the best plans so far, where `zoo.plan` or `zoo.frontier` was
     interrupted; of `zoo.largest` and `zoo.max_batch_size` the largest size that is known to fit.
@@ -57,43 +57,43 @@ class Interrupted(KeyboardInterrupt):
 
 
 class InputError(ZooError, ValueError):
-    """Says that a model cannot take this input: shape, type or range."""
+    """A model does not take an input of this shape, type or range."""
 
 
 class ModelNameError(ZooError, ValueError):
-    """Says that the catalog holds no model of this name."""
+    """The catalog holds no model of this name."""
 
 
 class ArgumentError(ZooError, ValueError):
-    """Says that a model or a function does not take this argument or this value."""
+    """A model or a function does not take this argument or this value."""
 
 
 class FileError(ArgumentError, OSError):
-    """Says that a file cannot be read, and why."""
+    """A file cannot be read."""
 
 
 class WeightsError(ZooError, RuntimeError):
-    """Says which keys or shapes of a state dict do not fit; nothing was loaded."""
+    """Keys or shapes of a state dict do not fit; nothing was loaded."""
 
 
 class ConfigError(ZooError, ValueError):
-    """Says which key or value of a config is wrong."""
+    """A key or a value of a config is wrong."""
 
 
 class RecomputeError(ZooError, RuntimeError):
-    """Says that a recomputation cannot reproduce the forward; raised before a gradient is used."""
+    """A recomputation cannot reproduce the forward; raised before a gradient is used."""
 
 
 class OptimizerError(ZooError, RuntimeError):
-    """Says why an optimizer cannot step in the backward; raised before a wrong number is used."""
+    """An optimizer cannot step in the backward; raised before a wrong number is used."""
 
 
 class DeterminismError(ZooError, RuntimeError):
-    """Says why a model cannot train by torch's deterministic algorithms, and what to do."""
+    """A model cannot train by torch's deterministic algorithms."""
 
 
 class VerifyError(ZooError, AssertionError):
-    """Says that a verified training was not that of the baseline, or that this cannot be told."""
+    """A verified training was not that of the baseline, or this cannot be told."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -12,9 +12,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zoo._torch import (
+    Args,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    Kwargs,
+    Operator,
+    PyTree,
     pytree,
 )
 from zoo.errors import LONGEST, ArgumentError, ZooError, in_a_line, shortened
@@ -47,11 +51,11 @@ Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 class Invocation:
     """The arguments of one call of a model."""
 
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    args: Args = ()
+    kwargs: Kwargs = field(default_factory=dict)
 
     @classmethod
-    def of(cls, inputs: Any) -> "Invocation":
+    def of(cls, inputs: PyTree) -> "Invocation":
         """Reads a tensor, a tuple or list of arguments, or a mapping of keyword arguments.
 
         Raises:
@@ -68,30 +72,27 @@ class Invocation:
             f"got {type(inputs).__name__}"
         )
 
-    def on(self, model: Callable[..., Any]) -> Any:
+    def on(self, model: Callable[..., PyTree]) -> PyTree:
         """Calls a model and returns what it returns."""
         return model(*self.args, **self.kwargs)
 
-    def taken_by(self, model: nn.Module) -> Any:
+    def taken_by(self, model: nn.Module) -> PyTree:
         """Calls a model; what it raises becomes ArgumentError, but for zoo's and lack of memory."""
         try:
             return self.on(model)
         except (ZooError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise _refused(model, self, error) from error
+            raise ArgumentError(
+                f"{type(model).__name__} does not take these inputs: {in_a_line(error, LONGEST)}"
+                f"{sizes_hint(self)}"
+            ) from error
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Invocation":
         """Returns the same arguments with other tensors."""
         leaves, tree = flattened((self.args, self.kwargs))
         others = [function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return Invocation(*pytree.tree_unflatten(others, tree))
-
-    def at(self, device: torch.device) -> "Invocation":
-        """Returns fake tensors on a device for meta tensors, and any others as they are."""
-        if device.type == "meta":
-            return self
-        return self.map(lambda v: fake_at(FakeTensorMode(), v, device) if v.is_meta else v)
 
     def without_data(self) -> "Invocation":
         """Returns fake tensors on the same devices for the tensors, and nothing else."""
@@ -115,7 +116,7 @@ def fake_at(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tenso
 class InputSpec(NamedTuple):
     """The structure and the sizes of the arguments of a call: what a plan is made for."""
 
-    structure: Any
+    structure: object
     sizes: tuple[tuple[int, ...], ...]
 
     @classmethod
@@ -176,7 +177,7 @@ def _weights_of(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
                 yield weight
 
 
-def _state(model: nn.Module) -> tuple[Any, ...]:
+def _state(model: nn.Module) -> tuple[object, ...]:
     """Lists each parameter's type and whether it is trained, and the mode of each module."""
     modules = _modules_of(model)
     weights = tuple((weight.dtype, weight.requires_grad) for weight in _weights_of(modules))
@@ -189,7 +190,7 @@ def needs_gradients(model: nn.Module, given: Invocation) -> bool:
     return trained or any(tensor.requires_grad for tensor in given.tensors)
 
 
-def _leaf_spec(leaf: Any) -> Any:
+def _leaf_spec(leaf: PyTree) -> object:
     if isinstance(leaf, Tensor):
         # of devices of a type each rank has another, and all agree on a plan
         return leaf.dtype, leaf.device.type, leaf.requires_grad, leaf.layout
@@ -205,13 +206,6 @@ def sizes_hint(given: Invocation) -> str:
     return (
         ". These inputs are whole numbers; for a tensor of this shape pass "
         f"torch.empty({shape}, device='meta')"
-    )
-
-
-def _refused(model: nn.Module, given: Invocation, error: Exception) -> ArgumentError:
-    said = in_a_line(error, LONGEST)
-    return ArgumentError(
-        f"{type(model).__name__} does not take these inputs: {said}{sizes_hint(given)}"
     )
 
 
@@ -253,7 +247,7 @@ def check_step(model: nn.Module, what: str, loss: object = None) -> None:
 
 
 def nothing_trained(model: nn.Module) -> str:
-    """Says that a model has no training step."""
+    """Returns the sentence that a model has no training step."""
     return (
         f"the loss of this {type(model).__name__} depends on nothing that requires a gradient, so "
         "that it has no training step; unfreeze a parameter, pass inputs.requires_grad_(), or "
@@ -281,7 +275,7 @@ def with_loss_errors(loss: Loss, device: torch.device) -> Loss:
     """
     name = _name(loss)
 
-    def explained_loss(outputs: Any) -> Tensor:
+    def explained_loss(outputs: PyTree) -> Tensor:
         targets = _ZerosForMeta(device)
         try:
             with targets:
@@ -308,7 +302,7 @@ def _name(loss: Loss) -> str:
     return getattr(loss, "__name__", type(loss).__name__)
 
 
-def checked_loss(loss: Loss, found: Any) -> Tensor:
+def checked_loss(loss: Loss, found: object) -> Tensor:
     """Returns what a loss returned; raises ArgumentError unless it is a tensor of one element."""
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise ArgumentError(
@@ -326,7 +320,9 @@ class _ZerosForMeta(TorchFunctionMode):
         # a tensor stays alive beside its zeros, so that no other gets its id
         self.zeros: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Operator, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
         if self.device.type != "meta":
             args, kwargs = pytree.tree_map_only(Tensor, self._zeros, (args, kwargs))
         return func(*args, **(kwargs or {}))
@@ -340,8 +336,8 @@ class _ZerosForMeta(TorchFunctionMode):
         return self.zeros[id(value)][1]
 
 
-def _shape(value: Any) -> str:
-    """Says what a value is: 'a tensor of shape (8, 5)', 'tuple (a tensor of shape (), dict)'."""
+def _shape(value: object) -> str:
+    """Describes a value: 'a tensor of shape (8, 5)', 'tuple (a tensor of shape (), dict)'."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     parts = f" ({', '.join(map(_shape, value))})" if isinstance(value, tuple | list) else ""
@@ -356,6 +352,6 @@ def title_of(model: nn.Module, inputs: Iterable[Tensor]) -> str:
     return f"{type(model).__name__}{mode} on {', '.join(shapes[:MOST_SHAPES])}{more}"
 
 
-def own_loss(outputs: Any) -> Any:
+def own_loss(outputs: PyTree) -> PyTree:
     """Returns the loss among named outputs, where transformers put it for labels; None if none."""
     return outputs.get("loss") if isinstance(outputs, Mapping) else None

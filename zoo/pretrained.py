@@ -30,7 +30,7 @@ def published(name: str) -> Mapping[str, Tensor]:
     """Returns the weights that a library publishes for a model; random states stay as they are.
 
     Raises:
-        WeightsError: nobody publishes weights for it, the library is not installed, or there is
+        WeightsError: no library publishes weights for it, the library is not installed, or there is
             neither a network nor a file of an earlier time.
     """
     if name not in SOURCES:

@@ -33,11 +33,11 @@ def split(model: Any) -> None:
 
 # name: (builds the model, its inputs)
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
-    "chain": (
+    "gpt2": (
         lambda: zoo.gpt2_small(width=64, depth=2, heads=2, vocabulary=99, positions=32),
         lambda: (torch.zeros(4, 32, dtype=torch.int64), torch.zeros(4, 32, dtype=torch.int64)),
     ),
-    "foreign": (functools.partial(Net, 16, blocks=2), lambda: (torch.zeros(4, 4, 16, 16),)),
+    "net": (functools.partial(Net, 16, blocks=2), lambda: (torch.zeros(4, 4, 16, 16),)),
 }
 IN_BACKWARD = "fsdp2, optimizer in the backward"
 WAYS: dict[str, Callable[[Any], Any]] = {
@@ -47,15 +47,8 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 # by how many processes
 CASES = {
-    2: [
-        ("chain", "fsdp2"),
-        ("chain", IN_BACKWARD),
-        ("chain", "ddp"),
-        ("chain", "tensor parallel"),
-        ("foreign", "fsdp2"),
-        ("foreign", "ddp"),
-    ],
-    4: [("chain", "fsdp2"), ("foreign", "ddp")],
+    2: [("gpt2", "fsdp2"), ("gpt2", IN_BACKWARD), ("gpt2", "tensor parallel"), ("net", "ddp")],
+    4: [("net", "fsdp2"), ("gpt2", "ddp")],
 }
 Asked = tuple[str, str, zoo.Plan | bool]
 

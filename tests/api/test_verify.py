@@ -22,9 +22,10 @@ import zoo
 from tests.training import Residuals, assert_same, everything, images
 from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.api.verify import verify, weighted_sum
-from zoo.engine.recording import thread
+from zoo.engine.segments import thread
 from zoo.errors import ArgumentError, DeterminismError, InputError, PlanError, VerifyError
 from zoo.models.densenet import DenseNet
+from zoo.models.resnet import ResNet, basic
 from zoo.optimizer.independence import step_alone
 from zoo.tracing.planned_forward import patched_forward
 from zoo.verification.state_comparison import first_difference, same_bits
@@ -92,7 +93,7 @@ class Scaled(Spoiled):
 KINDS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "residuals": (Residuals, lambda: images().requires_grad_()),
     "resnet": (
-        functools.partial(zoo.resnet18, classes=5, drop_rate=0.2, drop_path_rate=0.2),
+        functools.partial(ResNet, basic, (2, 1), 5, drop_rate=0.2, drop_path_rate=0.2),
         lambda: images(2, 3, 32),
     ),
     "densenet": (
@@ -121,6 +122,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.usefixtures("without_fork")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_optimizer_in_the_backward_is_exact(kind: str) -> None:
     build, inputs = KINDS[kind]
@@ -146,6 +148,7 @@ def test_an_optimizer_that_steps_twice_in_the_backward_is_found(
     assert verify(Residuals(), images(), False).exact
 
 
+@pytest.mark.usefixtures("without_fork")
 @pytest.mark.parametrize("checkpoint", [True, "blocks", "sqrt"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_model_is_exact(kind: str, checkpoint: Any) -> None:

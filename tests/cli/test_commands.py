@@ -14,6 +14,8 @@ from zoo.catalog import model_arguments
 from zoo.cli.main import run
 from zoo.profiling.peak_memory import trace
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 RESIDUALS = ("tests.training:Residuals", "--input", "8,4,16,16")
 MIB = 1024**2
 A100 = ("--device", "a100")

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.engine import devices
-from zoo.engine.recording import thread
+from zoo.engine.segments import thread
 from zoo.profiling.peak_memory import trace
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,33 +9,32 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
-from tests.engine.kernels import bytes_left
-from tests.engine.plans import run_plan
 from tests.planner.test_plan import plans
-from tests.training import Residuals, assert_same, elsewhere, everything, images, train
-from zoo.errors import PlanError
+from tests.training import Residuals, assert_same, everything, images, train
 from zoo.layers.drop_path import DropPath
-from zoo.planner.plan import DEEPEST, Plan
+from zoo.planner.plan import DEEPEST, Item, Plan
 
-PLANS = [
-    "0-9",
-    "(0-9)",
-    "(0-2) (3-5) (6-9)",
-    "0 (1-3) (4-6) (7) 8-9",
-    "(0-3 (4-6)) 7-9",
-    "((0-2) 3-5) 6 ((7) 8 (9))",
-    "(((0-1) 2-3) 4 (5-6 (7 (8)))) 9",
-]
+PLANS = ["(0-2) (3-5) (6-9)", "((0-2) 3-5) 6 ((7) 8 (9))", "(((0-1) 2-3) 4 (5-6 (7 (8)))) 9"]
 
 
 def by(plan: str | Plan, model: Any) -> Any:
-    """Returns the forward of a chain by a plan."""
+    """Returns the forward of a model by a plan: each segment is a call of `zoo.recompute`."""
     parsed = Plan.parse(plan) if isinstance(plan, str) else plan
-    return lambda *inputs: run_plan(parsed, model.steps(), inputs)
+    parsed.check(len(model.steps()))
+    return functools.partial(run, parsed, model.steps())
+
+
+def run(items: Sequence[Item], steps: Sequence[Any], *state: Any) -> Any:
+    value: Any = state
+    for item in items:
+        state = value if isinstance(value, tuple) else (value,)
+        if isinstance(item, int):
+            value = steps[item](*state)
+        else:
+            value = zoo.recompute(run, item, steps, *state)
+    return value
 
 
 class Steps(Residuals):
@@ -54,9 +52,6 @@ class Steps(Residuals):
         ]
         return [*body, self.classify]
 
-    def forward(self, x: Tensor) -> Any:
-        return run_plan(Plan.keep_all(10), self.steps(), (x,))
-
     def convolve(self, block: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         return block.conv(x), x
 
@@ -73,50 +68,6 @@ class Steps(Residuals):
 def residuals() -> Steps:
     torch.manual_seed(1)
     return Steps()
-
-
-def batch() -> list[Tensor]:
-    return [images().requires_grad_()]
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_training_is_bitwise_that_of_the_plain_chain(plan: str) -> None:
-    expected = train(residuals(), batch)
-    model = residuals()
-    assert_same(train(model, batch, forward=by(plan, model)), expected)
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_the_statistics_move_once(plan: str) -> None:
-    model = residuals()
-    train(model, batch, steps=1, forward=by(plan, model))
-    assert [int(block.norm.num_batches_tracked) for block in model.blocks] == [1, 1, 1]
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_buffers_stay_the_same_objects(plan: str) -> None:
-    model = residuals()
-    before = dict(model.named_buffers())
-    train(model, batch, steps=1, forward=by(plan, model))
-    assert all(value is before[name] for name, value in model.named_buffers())
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_each_step_runs_once(plan: str) -> None:
-    calls: list[int] = []
-
-    class Counting(Steps):
-        def steps(self) -> Any:
-            steps = enumerate(super().steps())
-            return [functools.partial(self.count, number, step) for number, step in steps]
-
-        def count(self, number: int, step: Any, *state: Tensor) -> Any:
-            calls.append(number)
-            return step(*state)
-
-    model = Counting()
-    train(model, batch, steps=1, forward=by(plan, model))
-    assert calls == [*range(10)]
 
 
 class Varied(nn.Module):
@@ -222,157 +173,6 @@ def test_retained_graphs_accumulation_and_partial_gradients(plan: str) -> None:
     assert_same(record(by(plan, other), other), record(model, model))
 
 
-def test_double_backward_is_exact() -> None:
-    def record(forward: Any, model: Residuals) -> Any:
-        torch.manual_seed(0)
-        x = images().requires_grad_()
-        (gradient,) = torch.autograd.grad(forward(x).square().sum(), x, create_graph=True)
-        gradient.square().sum().backward()
-        return everything(model) | {"x": x.grad}
-
-    model, other = residuals(), residuals()
-    assert_same(record(by("(0-3 (4-6)) (7-9)", other), other), record(model, model))
-
-
-def test_a_second_backward_without_retain_graph_raises_as_in_the_plain_chain() -> None:
-    model = residuals()
-    loss = by("(0-4) (5-9)", model)(images()).sum()
-    loss.backward()
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_no_gradient_mode_keeps_nothing_and_moves_statistics_once(plan: str) -> None:
-    model, other = residuals(), residuals()
-    x = images()
-    torch.manual_seed(3)
-    with torch.no_grad():
-        expected = model(x)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        actual = by(plan, other)(x)
-    assert not actual.requires_grad
-    assert_same(everything(other) | {"y": actual}, everything(model) | {"y": expected})
-
-
-class Interrupt(BaseException):
-    """Stands for Ctrl-C."""
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_an_interrupt_anywhere_leaves_everything_as_a_baseline_would(plan: str) -> None:
-    """Counts calls and gradients on their way, and raises at each in turn."""
-
-    class Faulty(Steps):
-        left = -1
-
-        def convolve(self, block: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-            self.tick()
-            y, x = super().convolve(block, x)
-            y.register_hook(self.tick)
-            return y, x
-
-        def drop_and_add(self, block: Any, y: Tensor, x: Tensor) -> Tensor:
-            result = super().drop_and_add(block, y, x)
-            self.tick()
-            return result
-
-        def tick(self, *gradient: Tensor) -> None:
-            self.left -= 1
-            if self.left == 0:
-                raise Interrupt
-
-    for fault in range(1, 30):
-        torch.manual_seed(1)
-        model = Faulty()
-        buffers = dict(model.named_buffers())
-        torch.manual_seed(0)
-        output = None
-        model.left = fault
-        try:
-            output = by(plan, model)(images())
-            after_forward = everything(model)
-            output.square().sum().backward()
-        except Interrupt:
-            pass
-        else:
-            break
-        assert all(value is buffers[name] for name, value in model.named_buffers())
-        if output is not None:  # the fault came in the backward: statistics and RNG stay
-            now = everything(model)
-            for name, value in after_forward.items():
-                if name.startswith(("buffer", "random state")):
-                    assert_same(now[name], value, name)
-        del model.left
-        model.zero_grad()
-        torch.manual_seed(0)
-        expected_model = Faulty()
-        expected_model.load_state_dict(model.state_dict())
-        expected = train(expected_model, batch, steps=1)
-        assert_same(train(model, batch, steps=1, forward=by(plan, model)), expected)
-    else:
-        pytest.fail("the fault was never the last")
-
-
-def test_intermediates_are_freed_after_the_forward_and_after_the_backward() -> None:
-    """Nothing inside a segment, and after the backward nothing but gradients."""
-    found: list[StorageWeakRef] = []
-
-    class Watched(Steps):
-        def normalize(self, block: Any, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-            found.append(StorageWeakRef(y.untyped_storage()))
-            return super().normalize(block, y, x)
-
-    def step(forward: Any) -> None:
-        # what is compared on a device stays until the block ends
-        with zoo.check_replays():
-            forward(images()).sum().backward()
-
-    def left(forward: Any) -> int:
-        return bytes_left(functools.partial(step, forward))
-
-    model = Watched()
-    forward = by("(0-2) (3-5) (6-8) 9", model)
-    out = forward(images())
-    assert [ref.expired() for ref in found] == [True, True, True]
-    del out
-    gc.collect()
-    gc.disable()
-    try:
-        # the first one on a device may leave a library's workspace
-        _, gradients = left(Watched()), left(plain := Watched())
-        assert gradients >= sum(parameter.nbytes for parameter in plain.parameters())
-        assert left(forward) == gradients
-    finally:
-        gc.enable()
-
-
-def test_a_segment_that_ends_with_a_convolution_does_not_convolve_again() -> None:
-    class Pair(Steps):
-        def steps(self) -> Any:
-            return [self.blocks[0].norm, self.blocks[0].conv]
-
-    def flops(plan: str) -> int:
-        model = Pair()
-        with FlopCounterMode(display=False) as counter:
-            by(plan, model)(images()).sum().backward()
-        return counter.get_total_flops()
-
-    assert flops("(0-1)") == flops("0-1")
-
-
-def test_backward_on_another_thread_is_exact() -> None:
-    model, other = residuals(), residuals()
-    torch.manual_seed(0)
-    model(images()).square().sum().backward()
-    torch.manual_seed(0)
-    loss = by("(0-4 (5-6)) (7-9)", other)(images()).square().sum()
-    elsewhere(loss.backward)
-    expected = everything(model)
-    assert_same(everything(other), expected)
-
-
 def one_in_another(steps: int) -> Plan:
     """Nests to the right, `(0 (1 (2 ...)))`: each step runs again once."""
     item: tuple[Any, ...] = (steps - 1,)
@@ -393,52 +193,3 @@ def test_segments_nest_deeper_than_pythons_stack_is_to_begin_with() -> None:
     found, x.grad = x.grad, None
     Sines()(x).sum().backward()
     assert torch.equal(found, x.grad)
-
-
-def test_a_plan_for_another_chain_is_refused_before_anything_runs() -> None:
-    model, x = residuals(), images()
-    before = everything(model)
-    with pytest.raises(PlanError, match="covers 3 steps but the model has 10"):
-        by("(0-2)", model)(x)
-    assert_same(everything(model), before)
-
-
-def test_a_segment_may_reach_a_buffer_that_another_step_moves() -> None:
-    """The code of each step names the list of all convolutions, one of which moves its vectors."""
-
-    def model() -> Steps:
-        torch.manual_seed(0)
-        chain = Steps()
-        nn.utils.parametrizations.spectral_norm(chain.blocks[1].conv)
-        return chain
-
-    expected = train(model(), batch)
-    chain = model()
-    assert_same(train(chain, batch, forward=by("(0-2) 3-5 (6-8) 9", chain)), expected)
-
-
-@pytest.mark.parametrize("plan", ["(0-2)", "0 (1-2)", "(0 (1-2))"])
-def test_a_step_that_counts_counts_once(plan: str) -> None:
-    class Counting(nn.Module):
-        """Scales by how often it was called."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.calls = nn.Linear(4, 4), 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return torch.tanh(self.linear(x) * self.calls)
-
-    def make() -> nn.Sequential:
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Counting())
-
-    def batch() -> list[Tensor]:
-        return [torch.randn(5, 4).requires_grad_()]
-
-    model, parsed = make(), Plan.parse(plan)
-    forward = functools.partial(run_plan, parsed, list(model))
-    actual = train(model, batch, forward=lambda *inputs: forward(inputs))
-    assert_same(actual, train(make(), batch))
-    assert model[2].calls == 3

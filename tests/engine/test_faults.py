@@ -26,7 +26,7 @@ import zoo
 from tests.training import Record, assert_same, everything, images, train
 from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.engine.kernel_settings import read_settings
-from zoo.engine.recording import thread
+from zoo.engine.segments import thread
 from zoo.models.densenet import DenseNet
 from zoo.models.preactivation_resnet import PreactivationResNet, basic
 from zoo.models.vit import ViT

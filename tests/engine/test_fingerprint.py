@@ -12,14 +12,7 @@ from torch import Tensor
 
 import zoo
 from tests.training import Call, assert_exact
-from zoo.engine.operands import (
-    fill,
-    fingerprint,
-    new_mark,
-    read,
-    sample,
-    without_fingerprints,
-)
+from zoo.engine.unseen_writes import fill, fingerprint, new_mark, read, sample, without_fingerprints
 
 
 def by_numpy(tensor: Tensor) -> None:

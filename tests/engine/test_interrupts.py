@@ -15,7 +15,8 @@ from tests.training import assert_same, frozen
 from zoo._torch import count_dispatch_modes, excluded_keys, included_keys, top_saved_tensors_hooks
 from zoo.engine.devices import read_streams
 from zoo.engine.kernel_settings import read_settings
-from zoo.engine.recording import thread
+from zoo.engine.recompute import recorders
+from zoo.engine.segments import thread
 
 # rooms whose lines run in each step
 ROOMS = ("/zoo/engine/", "/zoo/tracing/planned_forward")
@@ -71,7 +72,7 @@ def state_of_thread() -> dict[str, Any]:
         "grad": torch.is_grad_enabled(),
         "settings": read_settings(),
         "thread": (thread.segment, thread.conductor, thread.replaying, thread.origin),
-        "recording": getattr(thread.recorder, "recording", None),
+        "recording": recorders.mode.recording,
     }
 
 

@@ -17,7 +17,7 @@ from tests.engine.kernels import Made, replayed
 from tests.training import assert_same, frozen, gradients, plain, state_of
 from zoo.engine import kernel_segments
 from zoo.engine.kernel_segments import Conductor, Script, conducts
-from zoo.engine.recording import thread
+from zoo.engine.segments import thread
 from zoo.planner.plan import Plan
 
 Forward = Callable[[], Any]

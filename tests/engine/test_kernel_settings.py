@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zoo
 from zoo.engine import kernel_settings
 from zoo.engine.kernel_settings import TABLE, Setting, heeded_by, read_settings
-from zoo.engine.recording import thread
+from zoo.engine.segments import thread
 
 pytestmark = pytest.mark.skipif(
     torch.get_default_device().type != "cpu", reason="settings are those of a process"

@@ -31,7 +31,7 @@ from tests.training import (
     state_of,
     train_by,
 )
-from zoo.engine import recording
+from zoo.engine import segments
 from zoo.engine.operator_effects import UNDECLARED, effects_of
 from zoo.profiling.peak_memory import trace
 
@@ -464,7 +464,7 @@ def test_nothing_of_a_segment_stays_in_memory(
     nobody wrote, and copies of small ones and of vectors that a power iteration writes. A draw
     that takes fewer bytes than a random state would stay in its place.
     """
-    monkeypatch.setattr(recording, "PACKED_SIZE", 0)
+    monkeypatch.setattr(segments, "PACKED_SIZE", 0)
     make, batch = MODELS[name]
     named = OUTSIDE.get(name, [])
     model, inputs = make(), batch()

@@ -28,7 +28,7 @@ from tests.training import (
     state_of,
 )
 from zoo.engine.kernel_settings import read_settings
-from zoo.engine.recording import thread as of_engine
+from zoo.engine.segments import thread as of_engine
 from zoo.profiling.peak_memory import trace
 
 WEIGHT = nn.Parameter(torch.ones(4))

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
 from tests.engine.kernels import replayed
-from zoo.engine.operands import fingerprint
-from zoo.engine.recording import thread
 from zoo.engine.replay_check import SAMPLE, checking, sample_of
+from zoo.engine.segments import thread
+from zoo.engine.unseen_writes import fingerprint
 
 KIND = torch.get_default_device().type
 pytestmark = pytest.mark.skipif(KIND == "cpu", reason="needs an accelerator: pytest --device soft")

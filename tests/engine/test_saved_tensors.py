@@ -492,21 +492,6 @@ def test_a_look_outside_of_a_backward_leaves_no_memory() -> None:
         assert made.alive() == []
 
 
-def test_a_program_of_all_of_them_ends_where_it_did() -> None:
-    """The same program twice: nothing of a first one reaches the next."""
-
-    def program(call: Call) -> Any:
-        model, (x,) = model_of(), rows()
-        with Book(quantized).hooks():
-            call(model, x).sum().backward()
-        nested(call, model, x).sum().backward()
-        return x.grad, state_of(model)
-
-    first = outcome(program, zoo.recompute)
-    assert_same(outcome(program, zoo.recompute), first)
-    assert_same(first, outcome(program, plain))
-
-
 def other_numbers(x: Tensor, w: Tensor) -> Tensor:
     t = x * 2
     u = t.sin()

@@ -2,13 +2,12 @@
 
     make fuzz MINUTES=10
     python -m tests.fuzz --minutes 10
-    python -m tests.fuzz --seed 3 --cases 100 --kinds layers --stateful counter
+    python -m tests.fuzz --seed 3 --cases 100
 
-Rounds of layers and of programs take turns. Expected: `549 cases (...) in 3.4 minutes; none
-differed` after `--minutes 3 --cases 300`, with how many were exact, refused as plain training
-refuses them, refused by a limit that docs/limitations.md states, or not planned for. At the first
-case that differs it prints the smallest one that still does and exits with 1; the seed draws the
-same again.
+Expected: `549 cases (...) in 3.4 minutes; none differed` after `--minutes 3 --cases 300`, with how
+many were exact, refused as plain training refuses them, refused by a limit that docs/limitations.md
+states, or not planned for. At the first case that differs it prints the smallest one that still
+does and exits with 1; the seed draws the same again.
 """
 
 import argparse
@@ -18,24 +17,14 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from tests.fuzz.layers import STATEFUL, check, descriptions
-from tests.fuzz.programs import Outcome, check_program, programs
+from tests.fuzz.programs import Outcome, Program, check_program, programs
 
 ROUND = 100  # cases between two looks at the clock
-
-
-# what draws a case of each kind, and what checks it and returns how it went
-KINDS: dict[str, tuple[Callable[..., Any], Callable[[Any], Outcome]]] = {
-    "layers": (descriptions, lambda description: Outcome("exact", check(description))),
-    "programs": (lambda stateful: programs(compiled=True), check_program),
-}
 
 
 @dataclass
@@ -47,7 +36,7 @@ class Tally:
     steps: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
 
-    def add(self, description: Any, outcome: Outcome) -> None:
+    def add(self, description: Program, outcome: Outcome) -> None:
         text = repr(description)
         if text not in self.cases:
             self.cases.add(text)
@@ -63,9 +52,8 @@ class Tally:
         )
 
 
-def run_round(number: int, kind: str, stateful: tuple[str, ...], tally: Tally) -> None:
+def run_round(number: int, tally: Tally) -> None:
     """Draws and checks cases; raises what the smallest failing one raised."""
-    drawn, checked = KINDS[kind]
 
     @seed(number)
     @settings(
@@ -76,9 +64,9 @@ def run_round(number: int, kind: str, stateful: tuple[str, ...], tally: Tally) -
         phases=[Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
     )
-    @given(drawn(stateful))
-    def case(description: Any) -> None:
-        tally.add(description, checked(description))
+    @given(programs(compiled=True))
+    def case(description: Program) -> None:
+        tally.add(description, check_program(description))
 
     case()
 
@@ -94,8 +82,7 @@ def main() -> int:
     print(f"fuzzing with --seed {arguments.seed}", flush=True)
     while len(tally.cases) < arguments.cases or time.monotonic() - start < 60 * arguments.minutes:
         try:
-            kind = arguments.kinds[number % len(arguments.kinds)]
-            run_round(number, kind, arguments.stateful, tally)
+            run_round(number, tally)
         except Exception as error:
             traceback.print_exception(error)
             print(f"{tally}; then the one above differed", flush=True)
@@ -112,17 +99,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=0.0, help="at least so long")
     parser.add_argument("--cases", type=int, default=2_000, help="at least so many (2000)")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000)
-    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=[*KINDS], help="(all)")
-    parser.add_argument(
-        "--stateful",
-        nargs="*",
-        choices=STATEFUL,
-        default=STATEFUL,
-        help="of the ingredients that a second run could move draw only these (all)",
-    )
-    arguments = parser.parse_args()
-    arguments.stateful = tuple(arguments.stateful)
-    return arguments
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class Stretched(Option):
     checkpoint: Any
     made: list[Plan] = field(default_factory=list, compare=False)
 
-    def plans_for(self, model: nn.Module, outline: Any, *args: Any) -> list[RoomyPlan]:
+    def plans_for(self, model: nn.Module, outline: Any, *_: Any, **__: Any) -> list[RoomyPlan]:
         """Returns the plan for the steps of a model."""
         self.made.append(stretched_plan(self.checkpoint, len(outline)))
         return [RoomyPlan(self.made[-1])]

@@ -3,16 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.fuzz.layers import Description, check, descriptions
 from tests.fuzz.programs import Program, check_program, programs
-
-
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-@given(descriptions())
-def test_random_layers_by_a_random_plan_train_as_without(
-    description: Description,
-) -> None:
-    check(description)
 
 
 # models that cannot be planned for, and hooks where no gradient comes

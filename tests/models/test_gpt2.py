@@ -13,6 +13,8 @@ from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.errors import ArgumentError, InputError, WeightsError
 from zoo.models.gpt2 import GPT2
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 SMALL = {"width": 64, "depth": 2, "heads": 4, "vocabulary": 101, "positions": 32}
 
 

@@ -15,6 +15,8 @@ from tests.models.runs import blocks_of, language_step_peak, noting_kept
 from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.errors import ArgumentError, InputError
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 BOTH = pytest.mark.parametrize("factory", [zoo.lstm, zoo.gru])
 V, E, H, T, N = 61, 12, 16, 23, 3
 

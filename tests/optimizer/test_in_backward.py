@@ -62,7 +62,7 @@ def trained(
     model: nn.Module,
     make: Make,
     in_backward: bool,
-    steps: int = 10,
+    steps: int = 8,
     forward: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x),
 ) -> Any:
     """Trains a copy of a model with a schedule and returns the bits of all that is left."""
@@ -82,7 +82,7 @@ def trained(
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_bit_is_that_of_a_step_after_the_backward(name: str) -> None:
-    model = Residuals()
+    model = Residuals(2)
     expected = trained(model, OPTIMIZERS[name], False)
     assert trained(model, OPTIMIZERS[name], True) == expected
     assert trained(zoo.checkpoint(model), OPTIMIZERS[name], True) == expected

@@ -12,7 +12,9 @@ for that plan. The steps were `loss(model(x)).backward()`, with AdamW or SGD wit
 The steps are traced on emulated CUDA (`tests.profiling.cuda_runtime`); no kernel runs.
 """
 
+import functools
 import hashlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,32 +45,36 @@ class Step(NamedTuple):
 def key_of(spec: Any) -> str:
     """Returns a short name for a kernel call, by which its workspace is kept.
 
-    The recorded ones were made when a spec did not say what is conjugate.
+    The recorded ones were made when a spec said what requires a gradient, not what is conjugate.
     """
     text = repr(spec).replace(", conjugate=False, negative=False", "")
+    text = text.replace(", bytes=", ", requires_grad=False, bytes=")
     return hashlib.sha256(text[:LONGEST].encode()).hexdigest()[:10]
 
 
-def steps(model: str) -> list[Step]:
-    """Predicts the recorded steps of a model."""
-    program = f"from tests.policy.recorded_steps import predictions\nprint(predictions({model!r}))"
+@functools.cache
+def steps() -> list[Step]:
+    """Predicts the recorded steps in one process: importing torch takes longer than a model."""
+    program = "from tests.policy.recorded_steps import MODELS, predictions\n"
     # an H200 is a Hopper: compute capability 9.0
-    predicted = cuda_runtime.run(program, SOFTWARE_CUDA_MAJOR="9")
-    rows = zip(MODELS[model]["steps"], predicted, strict=True)
+    predicted = cuda_runtime.run(
+        f"{program}print(json.dumps([*map(predictions, MODELS)]))", SOFTWARE_CUDA_MAJOR="9"
+    )
+    recorded = itertools.chain.from_iterable(model["steps"] for model in MODELS.values())
     return [
         Step(
             step["case"], step.get("asked"), step["taken"], step["predicted"] + now - step["before"]
         )
-        for step, now in rows
+        for step, now in zip(recorded, itertools.chain.from_iterable(predicted), strict=True)
     ]
 
 
-def predictions(name: str) -> str:
-    """Returns as JSON what is predicted for the plans of a model's steps; runs on emulated CUDA."""
+def predictions(name: str) -> list[int]:
+    """Returns what is predicted for the plans of a model's steps; runs on emulated CUDA."""
     planner = _planner(name)
     plans = [step.get("plan") for step in MODELS[name]["steps"]]
     points = [planner.baseline if plan is None else planner.point(_plan(plan)) for plan in plans]
-    return json.dumps([point.peak for point in points])
+    return [point.peak for point in points]
 
 
 def _plan(text: str) -> Any:
@@ -162,6 +168,6 @@ def _setups() -> dict[str, tuple[Any, Any, Any, Any]]:
 
 if __name__ == "__main__":
     print(f"{'step':40} {'asked':>14} {'predicted':>14} {'taken':>14}  above")
-    for row in (step for model in MODELS for step in steps(model)):
+    for row in steps():
         asked = f"{row.asked:,}" if row.asked else "baseline"
         print(f"{row.case:40} {asked:>14} {row.predicted:>14,} {row.taken:>14,} {row.above:6.2%}")

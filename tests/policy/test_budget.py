@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zoo
-from tests.chains import Chain, Steps
 from tests.planner.chains import nested_plans
 from tests.tracing.models import Ending, Net
 from tests.training import Residuals, assert_same, everything, images
 from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.api.plan import planner_for
 from zoo.errors import ArgumentError, BudgetError, PlanError
+from zoo.invocation import InputSpec, Invocation
 from zoo.models.densenet import DenseNet
 from zoo.models.preactivation_resnet import PreactivationResNet
 from zoo.models.resnet import basic
@@ -34,10 +34,28 @@ from zoo.planner.plan import Plan
 from zoo.policy.budget import BudgetPlanner, parse_budget, parse_overhead
 from zoo.policy.plan_report import FixedBytes, PlanReport
 from zoo.profiling.caching_allocator import BLOCK, rounded_up
+from zoo.profiling.kernel_costs import KernelCosts
 from zoo.profiling.peak_memory import measure_step, resident_bytes, trace
+from zoo.tracing.isolated_trace import StepTrace, step_trace_of
 from zoo.tracing.planned_forward import option_of
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 sgd = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+
+
+@pytest.fixture
+def traces_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces a model once for all plans that a test puts in force on it."""
+    known: dict[Any, tuple[nn.Module, StepTrace]] = {}
+
+    def trace_of(model: nn.Module, given: Invocation, loss: Any = None) -> StepTrace:
+        key = id(model), InputSpec.of(given, model), loss
+        if key not in known:
+            known[key] = model, step_trace_of(model, given, loss)
+        return known[key][1]
+
+    monkeypatch.setattr("zoo.tracing.planned_forward.step_trace_of", trace_of)
 
 
 def scores(*outputs: Any) -> Tensor:
@@ -49,7 +67,7 @@ def tokens() -> tuple[Tensor, Tensor]:
     return torch.randint(0, 300, (2, 64)), torch.randint(0, 300, (2, 64))
 
 
-FAMILIES: dict[str, tuple[Callable[[], Chain], Callable[[], tuple[Any, ...]]]] = {
+FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
     "resnet": (
         functools.partial(zoo.resnet18, classes=10),
         lambda: (torch.rand(4, 3, 96, 96),),
@@ -59,17 +77,17 @@ FAMILIES: dict[str, tuple[Callable[[], Chain], Callable[[], tuple[Any, ...]]]] =
         lambda: (torch.rand(8, 3, 32, 32),),
     ),
     "densenet": (
-        functools.partial(DenseNet, 16, (4, 8, 6), 10),
+        functools.partial(DenseNet, 16, (3, 5), 10),
         lambda: (torch.rand(4, 3, 64, 64),),
     ),
     "vnet": (functools.partial(zoo.vnet, width=8), lambda: (torch.rand(1, 1, 32, 32, 32),)),
     "vit": (
-        functools.partial(zoo.vit_tiny_patch16, depth=6),
+        functools.partial(zoo.vit_tiny_patch16, depth=3),
         lambda: (torch.rand(2, 3, 224, 224),),
     ),
     "gpt2": (
         functools.partial(
-            zoo.gpt2_small, depth=4, width=64, heads=4, vocabulary=300, chunk_tokens=32
+            zoo.gpt2_small, depth=3, width=64, heads=4, vocabulary=300, chunk_tokens=32
         ),
         tokens,
     ),
@@ -165,6 +183,7 @@ def word_loss(logits: Tensor) -> Tensor:
     return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64))
 
 
+@pytest.mark.usefixtures("traces_once")
 @pytest.mark.parametrize("holds", [None, True])
 @pytest.mark.parametrize("gradients", ["none", "accumulated", "zeroed"])
 def test_a_step_is_counted_as_it_trains(gradients: str, holds: bool | None) -> None:
@@ -247,15 +266,17 @@ def test_no_batch_is_held_until_another_takes_its_path() -> None:
     assert batch() is None
 
 
-class Equal(Chain):
+class Equal(nn.Module):
     """Steps that each save as much as they return: the less is kept, the deeper a plan nests."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
         self.count = count
 
-    def steps(self) -> Steps:
-        return [torch.tanh] * self.count
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.count):
+            x = torch.tanh(x)
+        return x
 
 
 def equal(count: int) -> tuple[BudgetPlanner, Tensor]:
@@ -321,6 +342,7 @@ def test_no_plan_goes_below_the_bound(family: str) -> None:
     assert min(point.time_ratio for point in curve) == curve.baseline.time_ratio == 1
 
 
+@pytest.mark.usefixtures("traces_once")
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_real_step_keeps_to_budgets_over_the_whole_range(family: str, in_backward: bool) -> None:
@@ -365,6 +387,7 @@ HALF: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.usefixtures("traces_once")
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("family", HALF)
 def test_the_copies_of_weights_that_autocast_holds_are_counted(
@@ -419,6 +442,7 @@ class Naming(nn.Module):
         return out
 
 
+@pytest.mark.usefixtures("traces_once")
 @pytest.mark.parametrize("frees", [False, True])
 def test_what_names_in_a_forward_hold_is_counted(frees: bool) -> None:
     torch.manual_seed(1)
@@ -467,6 +491,7 @@ class Alike(nn.Module):
         return self.last((alike @ y).view_as(x).mean((2, 3)))
 
 
+@pytest.mark.usefixtures("traces_once")
 @pytest.mark.parametrize("kind", [Turned, Alike])
 def test_a_sum_of_gradients_is_counted_as_it_is_laid_out(kind: type[nn.Module]) -> None:
     """It is there beside both, in the layout of the first.
@@ -475,6 +500,22 @@ def test_a_sum_of_gradients_is_counted_as_it_is_laid_out(kind: type[nn.Module]) 
     """
     torch.manual_seed(1)
     assert_close(kind(), torch.rand(4, 3, 32, 32))
+
+
+class Offsets(nn.Module):
+    """A sum hands one gradient to two parameters, of which autograd copies the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(100, 100)
+        self.one, self.other = (nn.Parameter(torch.rand(100, 100)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) + self.one + self.other).sin()
+
+
+def test_a_gradient_that_several_parameters_get_is_counted_for_each() -> None:
+    assert_close(Offsets(), torch.rand(100, 100), least=0.999)
 
 
 class Columns(nn.Module):
@@ -494,7 +535,7 @@ def test_a_gradient_that_keeps_the_memory_of_columns_is_counted_with_it() -> Non
     x = torch.rand(64, 128)
     model = nn.Sequential(Columns(), Columns(), nn.Linear(128, 10))
     found = planner_for(model, x, optimizer=sgd, loss=scores)
-    columns = [place for place, name in enumerate(found.names) if "unfold" in name]
+    columns = [place for place, name in enumerate(found.outline.names) if "unfold" in name]
     assert found.costs.gradients[columns[-1] - 1] >= 9 * x.nbytes
 
 
@@ -511,6 +552,7 @@ class Stacked(nn.Module):
         return self.last(x.contiguous() * 1.0).flatten(1)
 
 
+@pytest.mark.usefixtures("traces_once")
 def test_no_plan_keeps_what_is_turned_in_place_and_is_not_saved() -> None:
     torch.manual_seed(1)
     model = nn.Sequential(Stacked(), Stacked(), Stacked(), nn.Linear(128, 10))
@@ -533,6 +575,7 @@ class Potential(nn.Module):
         return torch.cat([energies, forces], 1)
 
 
+@pytest.mark.usefixtures("traces_once")
 def test_a_gradient_that_the_forward_takes_is_counted() -> None:
     # a segment that is open then would be replayed within the forward
     plans = "0-37", "0-12 (13-16) (17-21) (22-26) (27-31) 32-37"
@@ -594,6 +637,7 @@ UNEVEN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
 }
 
 
+@pytest.mark.usefixtures("traces_once")
 @pytest.mark.parametrize("kind", UNEVEN)
 def test_any_nested_plan_takes_what_is_predicted(kind: str) -> None:
     build, shape, least = UNEVEN[kind]
@@ -679,6 +723,7 @@ def as_step(x: Tensor) -> Tensor:
     return torch.tanh(wave(x))
 
 
+@pytest.mark.usefixtures("traces_once")
 @pytest.mark.parametrize("function", [as_step, functools.partial(F.rrelu, training=True)])
 def test_what_no_recomputation_makes_is_counted(function: Callable[[Tensor], Tensor]) -> None:
     """A custom operator runs once; a noise is saved before it is drawn, so it and a copy stay."""
@@ -814,7 +859,7 @@ class Tagger(nn.Module):
         return self.head(self.rnn(x)[0])
 
 
-class Recurrent(Chain):
+class Recurrent(nn.Module):
     """Its layers compare devices before anything is dispatched; two share their weights."""
 
     def __init__(self) -> None:
@@ -823,11 +868,10 @@ class Recurrent(Chain):
         self.layers = nn.ModuleList(kind(16, 8, 2, bidirectional=True) for kind in kinds)
         self.layers.append(self.layers[1])
 
-    def steps(self) -> list[Any]:
-        return [functools.partial(self.recur, layer) for layer in self.layers]
-
-    def recur(self, layer: nn.Module, x: Tensor) -> Tensor:
-        return layer(x)[0]
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x
 
 
 def attention() -> nn.Module:
@@ -1062,3 +1106,13 @@ def test_targets_may_be_on_meta() -> None:
     assert meta.flops == real.flops
     assert (meta.forward[:-1], meta.gradients) == (real.forward[:-1], real.gradients)
     assert 0 <= meta.forward[-1] - real.forward[-1] <= targets.nbytes
+
+
+def test_other_kernels_make_another_planner_and_leave_the_first() -> None:
+    first = planner_for(Residuals(), images(), optimizer=sgd, device="small-cpu")
+    peak, seconds = first.baseline.peak, sum(first.costs.seconds)
+    slow = first.with_kernels([KernelCosts(1.0, 1 << 20)] * len(first.profile.specs))
+    assert slow.baseline.peak > peak
+    assert sum(slow.costs.seconds) > seconds
+    assert (first.kernels, first.baseline.peak, sum(first.costs.seconds)) == ((), peak, seconds)
+    assert slow.optimizer_bytes is first.optimizer_bytes, "it is counted once"

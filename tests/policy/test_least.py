@@ -14,6 +14,8 @@ from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.models.densenet import DenseNet
 from zoo.profiling.peak_memory import trace
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 OTHERS = ["blocks", "sqrt", "cheap", 2, 4]
 FAMILIES: dict[str, tuple[Callable[..., nn.Module], Callable[[], Any]]] = {
     "resnet": (functools.partial(zoo.resnet18, classes=5), lambda: (images(2, 3, 64),)),

@@ -1,8 +1,6 @@
 """Every family, by every option, trains bit for bit as its baseline does."""
 
-import copy
 import functools
-import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +22,8 @@ from zoo.policy import options as checkpointing
 from zoo.policy.options import option_for
 from zoo.profiling.kernel_costs import is_of_kind
 from zoo.profiling.peak_memory import trace
-from zoo.tracing.planned_forward import patched_forward
+
+pytestmark = pytest.mark.usefixtures("without_fork")
 
 OPTIONS = [True, 2, "sqrt", "blocks", "cheap"]
 
@@ -99,7 +98,7 @@ FAMILIES: dict[str, tuple[Callable[..., Any], Callable[[], list[Tensor]], Any]] 
     ),
     "gru": (
         functools.partial(zoo.gru, vocabulary=50, embedding=8, hidden=8, tied=True, chunk_steps=4),
-        tokens(13, 2),
+        tokens(9, 2),
         Carried,
     ),
 }
@@ -123,30 +122,6 @@ def test_training_is_bitwise_that_of_the_baseline(family: str, checkpoint: Any) 
     assert_same(run(family, checkpoint), baseline(family))
 
 
-@pytest.mark.parametrize("family", ["bottleneck", "densenet", "vnet"])
-def test_statistics_count_one_batch_per_step(family: str) -> None:
-    record = run(family, True, steps=1)
-    counts = {int(value) for name, value in record.items() if name.endswith("num_batches_tracked")}
-    assert counts == {1}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_names_and_weights_are_those_of_the_baseline(family: str) -> None:
-    build, _, _ = FAMILIES[family]
-    plain, checkpointed = build(), build(checkpoint=True)
-    assert [name for name, _ in plain.named_modules()] == [
-        name for name, _ in checkpointed.named_modules()
-    ]
-    checkpointed.load_state_dict(plain.state_dict())
-    assert type(plain) is type(checkpointed)
-
-
-def test_a_given_plan_is_in_force_at_once() -> None:
-    model = put_in_force(Residuals(), PLAN)
-    model(images())
-    assert zoo.plan_of(model) == zoo.Plan(PLAN)
-
-
 @pytest.mark.parametrize("checkpoint", OPTIONS)
 def test_the_plan_is_none_until_the_first_training_forward(checkpoint: Any) -> None:
     model = put_in_force(Residuals(), checkpoint)
@@ -163,8 +138,8 @@ def test_a_plan_is_made_once_for_each_kind_of_inputs(monkeypatch: pytest.MonkeyP
     made: list[Any] = []
     monkeypatch.setattr(
         checkpointing,
-        "Profile",
-        lambda *args, real=checkpointing.Profile: (made.append(1), real(*args))[1],
+        "least_memory",
+        lambda costs, real=checkpointing.least_memory: (made.append(1), real(costs))[1],
     )
     model = put_in_force(Residuals(), True)
     for size in (6, 6, 9, 6, 9):
@@ -197,25 +172,6 @@ def test_bfloat16_autocast_is_exact(checkpoint: Any) -> None:
     assert_same(record(checkpoint), record(False))
 
 
-def test_false_takes_a_plan_off_again() -> None:
-    model = put_in_force(put_in_force(Residuals(), True), False)
-    model(images())
-    assert zoo.plan_of(model) is None
-    assert patched_forward(model) is None
-
-
-def test_copies_and_pickles_keep_the_option() -> None:
-    model = put_in_force(Residuals(), True)
-    model(images())
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert patched_forward(other) is not patched_forward(model)
-        torch.manual_seed(0)
-        expected = model(images())
-        torch.manual_seed(0)
-        assert torch.equal(other(images()), expected)
-        assert zoo.plan_of(other) == zoo.plan_of(model) is not None
-
-
 @pytest.mark.parametrize(
     ("checkpoint", "message"),
     [
@@ -245,22 +201,6 @@ def test_a_plan_that_does_not_fit_leaves_the_model_unchanged(
     with pytest.raises(error, match=message):
         model(x)
     assert_same(everything(model), before)
-
-
-@pytest.mark.parametrize("option", [{"checkpoint": True}, {"memory_budget": "1GiB"}])
-def test_a_step_raises_its_own_error(option: Any) -> None:
-    class Picky(Residuals):
-        calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            super().forward(x)
-            self.calls += 1
-            raise LookupError("only two of these")
-
-    model = put_in_force(Picky(), **option)
-    with pytest.raises(LookupError, match="only two of these"):
-        model(images())
-    assert model.calls == 1
 
 
 def test_of_a_plan_inside_of_another_the_outer_one_is_in_force() -> None:
@@ -357,11 +297,10 @@ def test_a_plan_of_another_device_warns_once(
 ) -> None:
     checkpointing._warn_of_device.cache_clear()
     file = tmp_path / "plan.json"
-    for build in (Residuals, Net):
-        replace(zoo.plan(build(), images(8), max_overhead=9.0), device=made_for).save(file)
-        model = zoo.checkpoint(build(), str(file))
-        for _ in range(2):
-            model(images(8)).sum().backward()
+    replace(zoo.plan(Net(), images(8), max_overhead=9.0), device=made_for).save(file)
+    model = zoo.checkpoint(Net(), str(file))
+    for _ in range(2):
+        model(images(8)).sum().backward()
     text = f"made for {made_for}, and the model is on cpu"
     told = [record.message for record in caplog.records if text in record.message]
     assert len(told) == len(caplog.records) == warnings

@@ -39,12 +39,11 @@ def lstm() -> nn.Module:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
-    "chain": (Residuals, lambda count: (images(count),)),
+    "net": (Net, lambda count: (images(count),)),
     "gpt2": (
         functools.partial(zoo.gpt2_small, depth=2, width=32, heads=2, vocabulary=50),
         lambda count: tokens(count, 12),
     ),
-    "any module": (Net, lambda count: (images(count),)),
 }
 
 
@@ -131,9 +130,8 @@ def test_a_new_head_counts_as_trained_and_the_old_one_is_freed(work: list[str]) 
     assert old() is None
 
 
-@pytest.mark.parametrize("build", [Residuals, Net])
-def test_of_plans_that_overlap_the_smaller_serves(build: Any, work: list[str]) -> None:
-    model = zoo.checkpoint(build())
+def test_of_plans_that_overlap_the_smaller_serves(work: list[str]) -> None:
+    model = zoo.checkpoint(Net())
     plans = {}
     # (3, 6) goes by the plan for (8, 6), and is no size that a plan was made for
     for count, size, is_planned in (
@@ -181,13 +179,8 @@ def test_a_branch_is_planned_for_when_it_comes_again(work: list[str]) -> None:
 
 
 @needs_numpy
-@pytest.mark.parametrize("name", ["chain", "any module"])
-def test_smaller_batches_keep_to_the_budget(name: str) -> None:
-    build = {
-        "chain": functools.partial(Residuals, blocks=12),
-        "any module": functools.partial(Net, 16, 12),
-    }[name]
-    model = build()
+def test_smaller_batches_keep_to_the_budget() -> None:
+    model = Net(16, 12)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def peak(count: int) -> int:
@@ -209,15 +202,12 @@ def test_smaller_batches_keep_to_the_budget(name: str) -> None:
     assert sorted(with_plan.values(), reverse=True) == list(with_plan.values())
 
 
-@pytest.mark.parametrize("name", ["chain", "any module"])
-def test_every_bit_is_that_of_the_baseline(name: str) -> None:
-    build, _ = MODELS[name]
-
+def test_every_bit_is_that_of_the_baseline() -> None:
     def batches() -> Callable[[], list[Tensor]]:
         counts = iter([2, 4, 4, 3, 2, 1])
         return lambda: [images(next(counts) + 1).requires_grad_()]
 
-    plain = build()
+    plain = Net()
     model = zoo.checkpoint(copy.deepcopy(plain))
     assert_same(train(model, batches(), 6), train(plain, batches(), 6))
 

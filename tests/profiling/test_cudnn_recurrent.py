@@ -13,8 +13,7 @@ from torch import Tensor
 
 from tests.profiling import cuda_runtime
 from zoo._torch import FakeTensor, FakeTensorMode
-from zoo.engine.operator_effects import effects_of
-from zoo.engine.recording import written_by
+from zoo.engine.operator_effects import effects_of, written_by
 from zoo.profiling.cudnn_recurrent import Network
 from zoo.profiling.fake_tensors import FakeTensorFixes
 
@@ -164,7 +163,6 @@ def described(results):
     leaves = [leaf.nbytes() if isinstance(leaf, torch.UntypedStorage) else leaf for leaf in leaves]
     return [str(leaf) if not isinstance(leaf, Tensor) else str(TensorSpec.of(leaf)._replace(
         storage=storages.setdefault(leaf.untyped_storage()._cdata, len(storages)),
-        requires_grad=False,
     )) for leaf in leaves]
 
 class Compared(TorchDispatchMode):

@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 import zoo
 from tests.profiling.models import Repeated, profile
 from tests.training import images, needs_numpy
-from zoo._torch import fake_of
 from zoo.errors import ArgumentError
 from zoo.profiling.fake_tensors import MOST, FakeTensorFixes, as_data
 from zoo.profiling.optimizer_memory import optimizer_bytes
@@ -231,52 +230,6 @@ def test_a_batch_norm_saves_statistics_of_the_type_that_real_ones_have(
 
 def test_an_optimizer_that_reads_its_own_count_is_counted() -> None:
     assert optimizer_bytes(Counting, [nn.Parameter(torch.rand(25))]).state == 104
-
-
-def of_all_kinds() -> list[Tensor]:
-    whole, frozen = nn.Parameter(torch.rand(4, 3)), nn.Parameter(torch.rand(2).half(), False)
-    flat = torch.rand(12)
-    return [
-        whole,
-        whole.detach(),
-        whole.detach()[1:],
-        frozen,
-        nn.Parameter(torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last)),
-        nn.Parameter(flat[:6].view(2, 3)),
-        nn.Parameter(flat[6:]),
-        flat,
-        torch.zeros((), dtype=torch.long),
-        torch.empty(0),
-        torch.rand(1).expand(5),
-        torch.rand(2, 2, dtype=torch.complex64).conj(),
-        torch.eye(3).to_sparse(),
-        torch.rand(3, device="meta"),
-    ]
-
-
-def test_a_fake_made_quickly_is_that_of_torch() -> None:
-    tensors = of_all_kinds()
-    modes = FakeTensorMode(), FakeTensorMode()
-    quick = [fake_of(modes[0], tensor) for tensor in tensors]
-    slow = [modes[1].from_tensor(tensor) for tensor in tensors]
-    for tensor, fake in zip(tensors, slow, strict=True):
-        if tensor.is_meta:
-            # the CPU's kernels stand for those of any device
-            fake.fake_device = torch.device("cpu")
-
-    def described(fakes: list[Any]) -> list[object]:
-        storages = [
-            0 if t.layout is torch.sparse_coo else t.untyped_storage()._cdata for t in fakes
-        ]
-        return [
-            (type(t), isinstance(t, nn.Parameter), t.layout, t.shape, t.dtype, t.device)
-            + (t.requires_grad, t.is_leaf, t.is_conj(), storages.index(storage))
-            + ((t.stride(), t.storage_offset()) if storage else ())
-            for t, storage in zip(fakes, storages, strict=True)
-        ]
-
-    assert described(quick) == described(slow)
-    assert all(modes[0].from_tensor(t) is f for t, f in zip(tensors, quick, strict=True))
 
 
 class Experts(nn.Module):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from tests.chains import Chain
 from tests.tracing.models import Ending, UNet
 from tests.training import Residuals, assert_same, everything, images, real_peak
 from zoo.api.plan import planner_for
@@ -24,6 +23,8 @@ from zoo.profiling.optimizer_memory import OptimizerBytes, optimizer_bytes
 from zoo.profiling.peak_memory import measure_step
 from zoo.sizing.max_size import Largest, largest
 from zoo.tracing.planned_forward import patched_forward
+
+pytestmark = pytest.mark.usefixtures("without_fork")
 
 SEARCH = "zoo.sizing.max_size"
 sgd = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
@@ -48,7 +49,7 @@ gpt2 = functools.partial(
 lstm = functools.partial(zoo.lstm, vocabulary=300, embedding=64, hidden=64, chunk_steps=16)
 
 # the model, what makes its inputs of a size, its loss, and the size to be found
-Case = tuple[Callable[[], Chain], Callable[[int], Any], Any, int]
+Case = tuple[Callable[[], nn.Module], Callable[[int], Any], Any, int]
 CASES: dict[str, Case] = {
     "resnet": (
         functools.partial(zoo.resnet18, classes=10),

@@ -1,8 +1,7 @@
 """What people train with around a model: mixed precision, the compiler, memory formats, DDP."""
 
 import copy
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,28 +12,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zoo
 from tests.tracing.models import Net
-from tests.training import Residuals, assert_same, images, train
+from tests.training import assert_same, images, train
 
 
 def batch() -> list[Tensor]:
     return [images()]
 
 
-def pair(build: Callable[[], nn.Module] = Net) -> tuple[nn.Module, nn.Module]:
+def pair() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    plain = build()
+    plain = Net()
     return zoo.checkpoint(copy.deepcopy(plain), "blocks"), plain
 
 
-either = pytest.mark.parametrize("build", [Net, Residuals])
-
-
-@either
-def test_channels_last_is_kept_also_by_the_replay(build: type[nn.Module]) -> None:
+def test_channels_last_is_kept_also_by_the_replay() -> None:
     def wide() -> list[Tensor]:
         return [images().to(memory_format=torch.channels_last).requires_grad_()]
 
-    model, plain = (module.to(memory_format=torch.channels_last) for module in pair(build))
+    model, plain = (module.to(memory_format=torch.channels_last) for module in pair())
     assert_same(train(model, wide), train(plain, wide))
     layouts: list[list[tuple[int, ...]]] = []
     for module in (model, plain):
@@ -48,57 +43,6 @@ def test_channels_last_is_kept_also_by_the_replay(build: type[nn.Module]) -> Non
         layouts.append(found)
     assert layouts[0] == layouts[1]
     assert layouts[0][-1] == (4 * 36, 1, 4 * 6, 4)
-
-
-@either
-def test_bfloat16_by_autocast(build: type[nn.Module]) -> None:
-    def half(module: nn.Module) -> Callable[..., Tensor]:
-        def forward(x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return module(x)
-
-        return forward
-
-    model, plain = pair(build)
-    assert_same(train(model, batch, forward=half(model)), train(plain, batch, forward=half(plain)))
-
-
-@either
-@pytest.mark.parametrize(
-    "make",
-    [
-        functools.partial(torch.optim.AdamW, foreach=True),
-        functools.partial(torch.optim.AdamW, fused=True),
-        functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9, fused=True),
-    ],
-    ids=["foreach", "fused", "fused with momentum"],
-)
-def test_optimizers_that_take_all_parameters_at_once(build: type[nn.Module], make: Any) -> None:
-    report = zoo.verify(pair(build)[1], images(), "blocks", optimizer=make, steps=2)
-    assert report.exact
-    assert report.plan.depth() == 1
-
-
-@either
-@pytest.mark.parametrize("option", ["blocks", True])
-def test_an_optimizer_that_steps_in_the_backward(build: type[nn.Module], option: Any) -> None:
-    def stepped(module: nn.Module) -> list[Tensor]:
-        torch.manual_seed(1)
-        optimizers = {p: torch.optim.Adam([p], foreach=False) for p in module.parameters()}
-
-        def step(parameter: Tensor) -> None:
-            optimizers[parameter].step()
-            parameter.grad = None
-
-        for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(step)
-        for _ in range(2):
-            module(images()).square().mean().backward()
-        return [value.clone() for value in module.state_dict().values()]
-
-    model, plain = pair(build)
-    for one, other in zip(stepped(zoo.checkpoint(model, option)), stepped(plain), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 # the compiler's own
@@ -171,8 +115,7 @@ def test_distributed_data_parallel(
     assert_same(train(one, batch), train(other, batch))
 
 
-@either
-def test_half_precision_with_a_scaler(build: type[nn.Module]) -> None:
+def test_half_precision_with_a_scaler() -> None:
     def scaled(model: nn.Module) -> list[Tensor]:
         torch.manual_seed(1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -186,6 +129,6 @@ def test_half_precision_with_a_scaler(build: type[nn.Module]) -> None:
             scaler.update()
         return [value.clone() for value in model.state_dict().values()]
 
-    model, plain = pair(build)
+    model, plain = pair()
     for one, other in zip(scaled(model), scaled(plain), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 import zoo
 from tests.tracing.models import Net, Reader, Skipper, Tagger, Teacher, UNet
 from tests.training import Counting, assert_same, images, train
-from zoo.profiling.peak_memory import measure_step, trace
+from zoo.profiling.peak_memory import trace
 
 
 def pictures() -> list[Tensor]:
@@ -53,7 +53,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Sequence[Tensor]]]
 def check(model: nn.Module, inputs: Callable[[], Sequence[Tensor]], option: Any) -> nn.Module:
     other = zoo.checkpoint(copy.deepcopy(model), option)
     assert_same(
-        train(other, inputs, 4, forward=first(other)), train(model, inputs, 4, forward=first(model))
+        train(other, inputs, forward=first(other)), train(model, inputs, forward=first(model))
     )
     return other
 
@@ -196,12 +196,6 @@ def test_layer_drop_may_be_switched_on_later() -> None:
     assert zoo.plan_of(model).depth() > 0
 
 
-def test_a_plan_of_steps_that_were_found_is_exact() -> None:
-    steps = len(zoo.chain_of(Net(), images()).names)
-    plan = zoo.Plan([0, tuple(range(1, 9)), tuple(range(9, steps))])
-    assert zoo.plan_of(check(Net(), pictures, plan)) == plan
-
-
 def test_a_nested_plan_is_exact() -> None:
     steps = len(zoo.chain_of(Net(), images()).names)
     plan = zoo.Plan([0, (1, (2, 3, (4, 5), 6), 7, 8), (9, (10, 11)), *range(12, steps)])
@@ -271,41 +265,6 @@ def test_the_first_step_takes_less_memory_too() -> None:
     plain = trace(lambda: copy.deepcopy(model)(inputs).sum().backward()).peak
     zoo.checkpoint(model)
     assert trace(lambda: model(inputs).sum().backward()).peak < 0.6 * plain
-
-
-def test_a_budget_is_kept_to() -> None:
-    pytest.importorskip("numpy", reason="planning for a budget needs NumPy")
-    model, inputs = Net(16, blocks=12), torch.rand(4, 4, 32, 32)
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step() -> None:
-        model(inputs).sum().backward()
-        optimizer.step()
-
-    step()
-    budget = measure_step(step, model, optimizer, [inputs]).peak * 6 // 10
-    zoo.checkpoint(model, memory_budget=budget, inputs=inputs)
-    # from the first step on
-    assert measure_step(step, model, optimizer, [inputs]).peak <= budget
-    assert measure_step(step, model, optimizer, [inputs]).peak <= budget
-    plan = zoo.plan_of(model)
-    with pytest.raises(zoo.BudgetError, match="needs at least"):
-        zoo.checkpoint(model, memory_budget=1, inputs=inputs)
-    step()
-    assert zoo.plan_of(model) == plan
-
-
-def test_a_smaller_last_batch_goes_by_the_plan_there_is() -> None:
-    def batches() -> Callable[[], list[Tensor]]:
-        counts = iter([4, 4, 3, 4])
-        return lambda: [images(next(counts)).requires_grad_()]
-
-    plain = Net()
-    model = zoo.checkpoint(copy.deepcopy(plain))
-    assert_same(train(model, batches(), 4), train(plain, batches(), 4))
-    plan = zoo.plan_of(model)
-    model(images(2).requires_grad_()).sum().backward()
-    assert zoo.plan_of(model) is plan, "nothing was planned anew"
 
 
 class Jacobian(nn.Module):

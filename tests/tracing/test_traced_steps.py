@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zoo
 from tests.tracing.models import Net, Reader, UNet
-from tests.training import Residuals, images, needs_numpy, real_peak
+from tests.training import images, needs_numpy, real_peak
 from zoo.api.checkpoint import outline_of
 from zoo.errors import ArgumentError
 from zoo.invocation import Invocation
@@ -20,6 +20,8 @@ from zoo.policy.budget import STREAM, BudgetPlanner
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.tracing.isolated_trace import TraceError
 from zoo.tracing.planned_forward import patched_forward
+
+pytestmark = pytest.mark.usefixtures("without_fork")
 
 
 @dataclass
@@ -58,6 +60,14 @@ def test_a_plan_for_keyword_arguments_keeps_to_its_budget_and_leaves_the_model()
     assert measured <= found.predicted_peak <= found.budget < 0.61 * found.baseline_peak
 
 
+@functools.cache
+def said() -> BudgetPlanner:
+    given = Invocation.of(named("meta"))
+    with torch.enable_grad():
+        steps = outline_of(Said(), given)
+        return BudgetPlanner(Said(), steps, given.tensors, optimizer=torch.optim.SGD).measured()
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -70,11 +80,7 @@ def test_a_plan_for_keyword_arguments_keeps_to_its_budget_and_leaves_the_model()
     ],
 )
 def test_segments_between_kernels_take_what_is_predicted(text: str) -> None:
-    given = Invocation.of(named("meta"))
-    with torch.enable_grad():
-        steps = outline_of(Said(), given)
-        known = BudgetPlanner(Said(), steps, given.tensors, optimizer=torch.optim.SGD).measured()
-    predicted = known.point(Plan.parse(text)).peak
+    predicted = said().point(Plan.parse(text)).peak
     measured = real_peak(Said(), named(), torch.optim.SGD, plan=Plan.parse(text))
     # four layers of dropout, and the stream that a replay puts back
     assert 0 <= predicted - measured <= 6 * STREAM
@@ -109,18 +115,12 @@ class Returns(nn.Module):
         return self.form(y, y.exp())
 
 
-def words() -> nn.Module:
-    """Returns a chain that returns scores and, in a tuple, its state."""
-    return zoo.lstm(vocabulary=9, embedding=4, hidden=4, layers=1)
-
-
 FORMS: dict[str, Callable[[], nn.Module]] = {
     "tuple": lambda: Returns(lambda a, b: (a, b)),
     "nested": lambda: Returns(lambda a, b: [a, (b,)]),
     "named tuple": lambda: Returns(Pair),
     "dict": lambda: Returns(lambda a, b: {"a": a, "b": b}),
     "dataclass": lambda: Returns(Output),
-    "chain": words,
 }
 TAKE_A_LOSS: dict[str, Callable[..., Any]] = {
     "plan": functools.partial(zoo.plan, max_overhead=1.0),
@@ -144,9 +144,9 @@ def form_of(outputs: Any) -> Any:
 
 @pytest.mark.parametrize("name", TAKE_A_LOSS)
 def test_a_loss_is_called_with_what_the_model_returns_and_no_more(name: str) -> None:
-    for form, build in FORMS.items():
+    inputs = (torch.ones(2, 4),)
+    for build in FORMS.values():
         model = build()
-        inputs = (torch.zeros(3, 2, dtype=torch.long),) if form == "chain" else (torch.ones(2, 4),)
         expected = form_of(model(*inputs))
 
         def loss(*outputs: Any, expected: Any = expected) -> Tensor:
@@ -194,17 +194,12 @@ def test_an_anatomy_takes_the_option_in_force(build: type[nn.Module]) -> None:
     assert found.plan == zoo.plan_of(zoo.checkpoint(model, 2, inputs=images(8, 4, 32)))
 
 
-def test_the_largest_batch_of_any_module_is_found_and_trains() -> None:
-    model, sample = Said(), {"pixels": torch.empty(1, 4, 32, 32), "labels": torch.zeros(1).long()}
+def test_the_largest_batch_is_found_by_named_inputs_and_a_named_loss() -> None:
+    sample = {"pixels": torch.empty(1, 4, 32, 32), "labels": torch.zeros(1).long()}
     found = zoo.largest(
-        model, sample, memory_budget="1MiB", optimizer=torch.optim.SGD, checkpoint="auto"
+        Said(), sample, memory_budget="1MiB", optimizer=torch.optim.SGD, checkpoint="auto"
     )
     assert found.measured_peak <= found.predicted_peak <= found.budget < found.next_peak
-    on_paper = functools.partial(
-        zoo.max_batch_size, memory_budget="1MiB", optimizer=torch.optim.SGD, device="small-cpu"
-    )
-    plain, in_force = on_paper(model, sample), on_paper(zoo.checkpoint(model, "blocks"), sample)
-    assert 0 < plain < in_force <= found.size + 1
 
 
 def test_a_model_on_the_meta_device_is_planned_for() -> None:
@@ -247,11 +242,6 @@ def test_wrong_inputs_are_not_blamed_on_the_model(inputs: Any, message: str) -> 
         # what the model raises by itself
         with pytest.raises((RuntimeError, TypeError), match=message.rpartition(": ")[2]):
             zoo.checkpoint(Net(), **options)(**given)
-
-
-def test_a_chain_says_so_too() -> None:
-    with pytest.raises(ArgumentError, match=r"does not take these inputs: TypeError: .*'pixel'"):
-        zoo.plan(Residuals(), {"pixel": images()}, memory_budget=0.9)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -331,9 +321,6 @@ def test_the_plan_of_any_model_can_be_seen() -> None:
     assert len(found.flatten()) == len(zoo.chain_of(model, images(8, 4, 32)).names)
     assert set(dir(model)) == names
     assert zoo.plan_of(zoo.uncheckpoint(model)) is None
-    ours = zoo.checkpoint(Residuals(), "sqrt")
-    ours(images())
-    assert zoo.plan_of(ours) is not None
     with pytest.raises(ArgumentError, match=r"plan_of needs a torch\.nn\.Module; got list"):
         zoo.plan_of([])  # type: ignore[arg-type]
 

@@ -13,6 +13,8 @@ from zoo.api.plan import planner_for
 from zoo.models.densenet import DenseNet
 from zoo.policy.budget import BudgetPlanner
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 pytest.importorskip("numpy", reason="planning for a budget needs NumPy")
 
 TOKENS = torch.arange(64).view(4, 16)

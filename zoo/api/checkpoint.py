@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from zoo.errors import ArgumentError, shortened
-from zoo.invocation import Invocation, Loss, check_loss, check_module, check_step
+from zoo.invocation import Inputs, Invocation, Loss, check_loss, check_module, check_step
 from zoo.planner.plan import Plan
 from zoo.policy.budget import Budget, Overhead, outputs_held
 from zoo.policy.options import Checkpoint, CountedStep, option_for
@@ -28,7 +28,7 @@ def checkpoint(
     *,
     memory_budget: Budget | None = None,
     max_overhead: Overhead | None = None,
-    inputs: Any = None,
+    inputs: Inputs | None = None,
     steps: Sequence[str] | None = None,
     optimizer: OptimizerOption | None = "assumed",
     loss: Loss | None = None,
@@ -170,7 +170,7 @@ class ModelSteps:
 
 
 @shown("zoo.chain_of")
-def chain_of(model: nn.Module, inputs: Any, *, steps: Sequence[str] | None = None) -> ModelSteps:
+def chain_of(model: nn.Module, inputs: Inputs, *, steps: Sequence[str] | None = None) -> ModelSteps:
     """Returns the steps that `zoo.checkpoint` finds in a model for inputs like these, real or meta.
 
     The steps are ranges of its kernels; `steps` names the modules that count as blocks.

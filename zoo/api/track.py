@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo._torch import FakeTensorMode
+from zoo._torch import FakeTensorMode, PyTree
 from zoo.api.checkpoint import checkpoint as put_in_force, outline_of
 from zoo.engine.devices import random_state_restored
 from zoo.errors import ArgumentError
@@ -32,6 +32,7 @@ from zoo.invocation import (
 )
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
+from zoo.policy.budget import BudgetPlanner
 from zoo.policy.options import Checkpoint, option_for, plan_or_option
 from zoo.profiling.cudnn_recurrent import flattened
 from zoo.profiling.fake_tensors import FakeTensorFixes
@@ -46,14 +47,13 @@ from zoo.tracing.planned_forward import named_steps, option_of
 
 # see profiling.source_location
 IS_TRAINING_LOOP = True
-NO_LOSS = "the model returns no floating-point tensor; pass loss=, a function to a scalar of it"
 
 
 def track(
     model: nn.Module,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    inputs: Any = (),
+    inputs: Inputs = (),
     allocator: bool = False,
 ) -> Tracker:
     """Tracks the memory of a block of code: a context manager and a decorator.
@@ -103,8 +103,8 @@ class Anatomy:
     def to_json(self) -> str:
         """Writes plan and timelines as JSON."""
         steps = {"baseline": self.baseline, "planned": self.planned}
-        found = {name: step and json.loads(step.to_json()) for name, step in steps.items()}
-        return json.dumps({"plan": self.plan, **found})
+        timelines = {name: step and json.loads(step.to_json()) for name, step in steps.items()}
+        return json.dumps({"plan": self.plan, **timelines})
 
 
 @shown("zoo.anatomy")
@@ -143,12 +143,12 @@ def anatomy(
         raise ArgumentError(
             f"device={device!r} is neither None nor 'meta'; the step runs where the model is"
         )
-    given = Invocation.of(inputs)
-    plan = _decided(model, given, checkpoint)
-    on_meta = any(tensor.is_meta for tensor in (*given.tensors, *model.parameters()))
+    invocation = Invocation.of(inputs)
+    plan = _decided(model, invocation, checkpoint)
+    on_meta = any(tensor.is_meta for tensor in (*invocation.tensors, *model.parameters()))
     options: Any = {"fake": device == "meta" or on_meta, "in_backward": optimizer_in_backward}
     with random_state_restored():
-        step = CopiedStep(model, given, optimizer, loss or mean_of, **options)
+        step = CopiedStep(model, invocation, optimizer, loss or mean_of, **options)
         plans = (None,) if plan is None else (plan, None)
         *planned, baseline = map(step.track, each("tracked steps", plans))
     by_plan = plan if isinstance(plan, Plan) else None
@@ -167,7 +167,7 @@ def _decided(
     try:
         with torch.enable_grad():
             outline = outline_of(model, on_meta, option.step.loss)
-            return option.plan_for(model, outline, on_meta.tensors)
+            return option.plan_for(BudgetPlanner(model, outline, on_meta.tensors))
     except TraceError:
         if checkpoint not in (None, True, "blocks"):
             raise
@@ -226,23 +226,23 @@ class CopiedStep:
         own = [p for p in self.model.parameters() if p.requires_grad]
         on_cpu = self.mode is None and all(parameter.device.type == "cpu" for parameter in own)
         with self._by(plan):
-            given: Any = {"inputs": self.inputs.tensors, "allocator": on_cpu}
-            with track(self.model, optimizer=self.optimizer, **given) as timeline:
+            options: Any = {"inputs": self.inputs.tensors, "allocator": on_cpu}
+            with track(self.model, optimizer=self.optimizer, **options) as timeline:
                 self._train()
         return timeline
 
     def peak(self, plan: Plan | None) -> int:
         """Returns the allocator's peak bytes in a real step by a plan, after another one."""
         with self._by(plan):
-            given = self.model, self.optimizer, self.inputs.tensors
-            return measure_step(self._train, *given).peak
+            arguments = self.model, self.optimizer, self.inputs.tensors
+            return measure_step(self._train, *arguments).peak
 
     def _train(self) -> None:
         train_step(self.model, self.inputs, self.loss, self.optimizer)
 
     @contextlib.contextmanager
     def _by(self, plan: Plan | str | None) -> Iterator[None]:
-        """Has the copy trained by a plan inside the block, ready for a steady step."""
+        """Puts a plan in force on the copy inside the block, ready for a steady step."""
         # outside of the mode, since the optimizer is tried on real tensors
         attached = stepping_in_backward(self.model, self.optimizer if self.in_backward else None)
         with attached, self._modes():
@@ -296,7 +296,7 @@ def optimizer_of(
 def stepping_in_backward(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[None]:
-    """Has an optimizer, if any, step in the backward inside the block, and drops the gradients."""
+    """Moves an optimizer's step into the backwards of the block, and then drops the gradients."""
     handle = step_in_backward(model, optimizer) if optimizer is not None else None
     try:
         yield
@@ -308,7 +308,7 @@ def stepping_in_backward(
 
 
 def _is_of_module(loss: Any) -> bool:
-    """Says whether a loss is a module, or a method of one, which may be the model."""
+    """Returns whether a loss is a module, or a method of one, which may be the model."""
     while isinstance(loss, functools.partial):
         loss = loss.func
     return isinstance(getattr(loss, "__self__", loss), nn.Module)
@@ -326,18 +326,28 @@ def _own(mode: FakeTensorMode | None, device: torch.device, tensor: Tensor) -> T
     return fake_at(mode, tensor, device) if tensor.is_meta else mode.from_tensor(tensor)
 
 
-def mean_of(outputs: Any) -> Tensor:
+def mean_of(outputs: PyTree) -> Tensor:
     """Returns the loss among named outputs, or the summed means of all floating tensors -> ()."""
     own = own_loss(outputs)
     if isinstance(own, Tensor) and own.numel() == 1:
         return own
-    found = tensors_in(outputs)
-    numbers = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in found)
-    floating = (tensor for tensor in numbers if tensor.is_floating_point())
-    means = [tensor.mean() if tensor.ndim else tensor for tensor in floating]
-    if not means:
-        raise ArgumentError(NO_LOSS)
+    means = [tensor.mean() if tensor.ndim else tensor for tensor in floating_in(outputs)]
     return sum(means[1:], means[0])
+
+
+def floating_in(outputs: Any) -> list[Tensor]:
+    """Returns the floating-point tensors among outputs, complex ones as pairs of numbers.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    tensors = (torch.view_as_real(t) if t.is_complex() else t for t in tensors_in(outputs))
+    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+    if not floating:
+        raise ArgumentError(
+            "the model returns no floating-point tensor; pass loss=, a function to a scalar of it"
+        )
+    return floating
 
 
 def _fakes(

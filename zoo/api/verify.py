@@ -17,21 +17,21 @@ import copy
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zoo._torch import DisableTorchDispatch
+from zoo._torch import DisableTorchDispatch, PyTree
 from zoo.api.checkpoint import checkpoint as put_in_force, plan_of, uncheckpoint
-from zoo.api.track import NO_LOSS, optimizer_of, own_copy, train_step
+from zoo.api.track import floating_in, optimizer_of, own_copy, train_step
 from zoo.engine.devices import random_state_restored, read_streams, set_streams
-from zoo.engine.operands import without_fingerprints
 from zoo.engine.replay_check import OTHER_NUMBERS, checking
 from zoo.engine.saved_tensors import pack, unpack
+from zoo.engine.unseen_writes import without_fingerprints
 from zoo.errors import ArgumentError, RecomputeError
-from zoo.invocation import Invocation, Loss, check_step
+from zoo.invocation import Inputs, Invocation, Loss, check_step
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
 from zoo.policy.options import Checkpoint, option_for, plan_or_option
@@ -49,7 +49,7 @@ MOMENTUM = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 @shown("zoo.verify")
 def verify(
     model: nn.Module,
-    inputs: Any,
+    inputs: Inputs | Callable[[int], Inputs],
     checkpoint: Checkpoint = True,
     *,
     steps: int = 3,
@@ -130,26 +130,22 @@ def verify(
     )
 
 
-def weighted_sum(outputs: Any) -> Tensor:
+def weighted_sum(outputs: PyTree) -> Tensor:
     """Sums every element of every floating tensor in `outputs`, each with its own weight -> ().
 
     The weights are the cosines of 0, 1, 2, ..., since equal ones would give normalized outputs no
     gradient, divided by the root of the number of elements.
     """
     parts: list[Tensor] = []
-    for tensor in tensors_in(outputs):
-        numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        if numbers.is_floating_point():
-            dtype = torch.promote_types(numbers.dtype, torch.float32)
-            weights = torch.arange(numbers.numel(), dtype=torch.float64).cos()
-            weights = weights.to(numbers.device, dtype) / max(numbers.numel(), 1) ** 0.5
-            parts.append((numbers.to(dtype).reshape(-1) * weights).sum())
-    if not parts:
-        raise ArgumentError(NO_LOSS)
+    for numbers in floating_in(outputs):
+        dtype = torch.promote_types(numbers.dtype, torch.float32)
+        weights = torch.arange(numbers.numel(), dtype=torch.float64).cos()
+        weights = weights.to(numbers.device, dtype) / max(numbers.numel(), 1) ** 0.5
+        parts.append((numbers.to(dtype).reshape(-1) * weights).sum())
     return sum((part.to(parts[0]) for part in parts[1:]), parts[0])
 
 
-def _batch(inputs: Any, step: int) -> Invocation:
+def _batch(inputs: Inputs | Callable[[int], Inputs], step: int) -> Invocation:
     batch = Invocation.of(inputs(step) if callable(inputs) else inputs)
     if any(tensor.is_meta for tensor in batch.tensors):
         raise ArgumentError("these inputs are on the meta device and have no bits; pass real ones")
@@ -308,7 +304,7 @@ class _Recorder:
         places = (Place(n, self.names[n], what) for what, n in suspects.items() if n is not None)
         return next(places, None)
 
-    def _enter(self, before: list[Tensor | None], *_: Any) -> None:
+    def _enter(self, before: list[Tensor | None], *_: object) -> None:
         with DisableTorchDispatch():
             before.append(self._copy_of_buffer())
 
@@ -325,7 +321,7 @@ class _Recorder:
                 self.recorded["output", number, position] = tensor.detach().clone()
             if tensor.requires_grad and not any(tensor is one for one in inputs):
                 hook = functools.partial(self._record_gradient, number, position, pack(tensor))
-                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+                tensor.register_hook(hook)
         with DisableTorchDispatch():
             new = self._copy_of_buffer()
             if old is not None and new is not None and not same_bits(old, new):

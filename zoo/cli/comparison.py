@@ -229,7 +229,7 @@ def _console(as_json: bool) -> Console:
 
 
 def is_one_of_many() -> bool:
-    """Says whether torchrun, or a similar launcher, started several processes."""
+    """Returns whether torchrun, or a similar launcher, started several processes."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 

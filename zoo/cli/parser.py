@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from zoo.api.plan import STRATEGIES
+from zoo.api.plan_rank import STRATEGIES
 from zoo.cli import values
 from zoo.errors import LONGEST, ArgumentError, ZooError, nearest, shortened, shortened_text
 from zoo.policy.budget import parse_budget, parse_overhead

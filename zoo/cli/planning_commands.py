@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from zoo.api import plan as planning
+from zoo.api.plan_rank import RankReport, plan_rank
 from zoo.api.track import anatomy
 from zoo.api.verify import verify
 from zoo.cli.interrupts import INTERRUPTED
@@ -82,12 +83,12 @@ def run_plan(options: argparse.Namespace) -> Answer:
         )
     arguments = _planning_arguments(spec, options)
     arguments |= {"memory_budget": options.memory_budget, "max_overhead": options.max_overhead}
-    report: PlanReport | planning.RankReport
+    report: PlanReport | RankReport
     if ranks is None:
         report = alone = planning.plan(**arguments)
     else:
         strategy = options.strategy or "fsdp2"
-        report = planning.plan_rank(**arguments, world_size=ranks, strategy=strategy)
+        report = plan_rank(**arguments, world_size=ranks, strategy=strategy)
         alone = report.alone
     write(options.save, alone.save)
     write(options.plot, alone.plot)
@@ -173,7 +174,7 @@ def _planning_arguments(spec: ModelSpec, options: argparse.Namespace) -> dict[st
 
 
 def _is_here(device: str | None) -> bool:
-    """Says whether kernels run on a device, which then is one of torch's."""
+    """Returns whether kernels run on a device, which then is one of torch's."""
     return device is not None and device not in RATED
 
 

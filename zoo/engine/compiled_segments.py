@@ -14,16 +14,17 @@ with it each write and each draw of random numbers, so that there is none in a s
 import functools
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.fx import GraphModule, Interpreter
 
-from zoo._torch import FakeTensor, no_graph_error, pytree
-from zoo.engine.operator_effects import effects_of
-from zoo.engine.recording import KernelMode, statistics_of, storage_of, written_by
+from zoo._torch import Args, FakeTensor, Kwargs, Operator, PyTree, no_graph_error
+from zoo.engine.operator_effects import effects_of, statistics_of, tensors_in, written_by
+from zoo.engine.recorder import KernelMode
+from zoo.engine.tensor_state import storage_of
 from zoo.errors import RecomputeError, in_a_line
 
 _log = logging.getLogger("zoo")
@@ -68,7 +69,7 @@ def _warn(text: str) -> None:
 
 
 @functools.cache
-def _error_class() -> Any:
+def _error_class() -> PyTree:
     return type("CompiledSegmentError", (RecomputeError, no_graph_error()), {})
 
 
@@ -85,7 +86,9 @@ def _refused(graph: GraphModule, compiler: str | None) -> str | None:
     watch.note(values)
     with mode, shapes.ignore_fresh_unbacked_symbols(), watch:
         _Run(graph, watch).run(*values)
-    names = {id(storage_of(v)): n for n, v in zip(inputs, values, strict=True) if _is_tensor(v)}
+    names = {
+        id(storage_of(v)): n for n, v in zip(inputs, values, strict=True) if isinstance(v, Tensor)
+    }
     for segment in watch.segments:
         written = segment.reads & segment.written_since
         if compiler in AOT:
@@ -114,11 +117,7 @@ def _name(node: torch.fx.Node | None) -> str:
     return re.sub(r"\['(\w+)'\]", r".\1", path).removeprefix("L.").removeprefix("G.")
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _alias(value: Any) -> Any:
+def _alias(value: PyTree) -> PyTree:
     """Returns a tensor of the same memory whose geometry may be changed."""
     if not isinstance(value, Tensor):
         return value
@@ -142,7 +141,7 @@ class _Watch(KernelMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # held, so that no other comes to lie where one was freed; and when each was seen first
-        self._storages: dict[int, tuple[Any, int]] = {}
+        self._storages: dict[int, tuple[UntypedStorage | None, int]] = {}
         self.written: set[int] = set()
         self.segments: list[_Segment] = []
         self.open: list[_Segment] = []
@@ -153,14 +152,16 @@ class _Watch(KernelMode):
         self.segments.append(segment)
         self.open.append(segment)
 
-    def note(self, values: Any) -> set[int]:
+    def note(self, values: PyTree) -> set[int]:
         """Returns the ids of the storages of tensors, and notes those that are new."""
-        storages = [*_storages(pytree.tree_leaves(values))]
+        storages = set(map(storage_of, tensors_in(values))) - {None}
         for storage in storages:
             self._storages.setdefault(id(storage), (storage, len(self._storages)))
-        return {id(storage) for storage in storages}
+        return set(map(id, storages))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
         """Runs a kernel and notes what it reads and writes."""
         kwargs = kwargs or {}
         effects = effects_of(func)
@@ -169,8 +170,8 @@ class _Watch(KernelMode):
         written = self.note(written_by(effects, args, kwargs)) | statistics
         out = func(*args, **kwargs)
         changed = self.note(out) | written
-        # what is only written back to itself tells nobody anything
-        is_number = not any(map(_is_tensor, pytree.tree_leaves(out)))
+        # what is only written back to itself has no effect
+        is_number = not tensors_in(out)
         read = {storage for storage in given - statistics if is_number or changed - {storage}}
         for segment in self.open:
             segment.reads |= self._of_outside(read, segment)
@@ -185,13 +186,6 @@ class _Watch(KernelMode):
         return {storage for storage in storages if self._storages[storage][1] < segment.start}
 
 
-def _storages(leaves: Iterable[Any]) -> Iterator[Any]:
-    for leaf in leaves:
-        storage = storage_of(leaf) if isinstance(leaf, Tensor) else None
-        if storage is not None:
-            yield storage
-
-
 class _Run(Interpreter):
     """Runs a graph, and tells where its segments are."""
 
@@ -199,7 +193,9 @@ class _Run(Interpreter):
         super().__init__(graph)
         self._watch = watch
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def call_function(
+        self, target: Callable[..., object] | str, args: Args, kwargs: Kwargs
+    ) -> PyTree:
         """Calls a function, or runs a segment as a graph in the graph."""
         if target is not torch.ops.higher_order.tag_activation_checkpoint:
             return super().call_function(target, args, kwargs)

@@ -19,14 +19,14 @@ import functools
 import operator
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeGuard
 
 import torch
 from torch import Generator, Tensor
 from torch.autograd.profiler import profile
 
-from zoo._torch import DisableTorchDispatch, has_expandable_segments, is_profiling
+from zoo._torch import Args, DisableTorchDispatch, Kwargs, has_expandable_segments, is_profiling
 from zoo.errors import ArgumentError, nearest
 
 # bytes of a state of the CPU's generator, and of what stands before and behind its words
@@ -64,7 +64,7 @@ def devices_in_use() -> list[torch.device]:
 
 
 def is_available(kind: str) -> bool:
-    """Says whether torch finds a device of a kind here."""
+    """Returns whether torch finds a device of a kind here."""
     module = _module(torch.device(kind))
     return module is not None and bool(module.is_available())
 
@@ -167,7 +167,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def counts_memory(device: torch.device) -> bool:
-    """Says whether a device is here and counts the bytes in use and the most of them."""
+    """Returns whether a device is here and counts the bytes in use and the most of them."""
     module = _module(device)
     if device.type in ("cpu", "meta") or module is None:
         return False
@@ -320,7 +320,7 @@ class PackedState:
 
 @functools.cache
 def _is_packable() -> bool:
-    """Says whether this torch writes states as is described above."""
+    """Returns whether this torch writes states as is described above."""
     state = torch.Generator().manual_seed(2**63 + 1).get_state()
     with DisableTorchDispatch():
         return not state[HEAD : SIZE - TAIL].view(torch.int32)[1::2].any().item()
@@ -330,7 +330,7 @@ def _is_packable() -> bool:
 Kept = list[tuple[RandomStream, PackedState]]
 
 
-def draws_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Draws | None:
+def draws_of(args: Args, kwargs: Kwargs) -> Draws | None:
     """Returns the state of each stream that a kernel may draw from; None if one is unknown."""
     values = (*args, *kwargs.values())
     given: list[RandomStream] = [value for value in values if isinstance(value, Generator)]
@@ -342,20 +342,12 @@ def draws_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Draws | None:
     return states if len(states) == len(found) else None
 
 
-def _devices(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[torch.device]:
+def _devices(args: Args, kwargs: Kwargs) -> Iterable[torch.device]:
     values = [*args, *kwargs.values()]
     parts = [part for value in values if isinstance(value, (list, tuple)) for part in value]
     found = {value.device for value in (*values, *parts) if isinstance(value, Tensor)}
     found |= {value for value in values if isinstance(value, torch.device)}
     return found or {torch.get_default_device()}
-
-
-class LastDraw(NamedTuple):
-    """The last recorded kernel that drew from a stream, and the state that it left."""
-
-    stream: RandomStream
-    node: Any
-    state: Tensor
 
 
 def is_same_state(one: Tensor, other: Tensor) -> bool:
@@ -382,7 +374,7 @@ class SetAsideState:
             self.state = stream.get_state()
 
     def begin(self) -> None:
-        """Has the stream be written from now on."""
+        """Gives the stream another state object, to be written from now on."""
         if self.own is not None:
             self.stream.graphsafe_set_state(self.written)  # type: ignore[union-attr, arg-type]
 
@@ -400,7 +392,7 @@ class SetAsideState:
 
 
 def _swaps_state(stream: RandomStream) -> TypeGuard[Generator]:
-    """Says whether a stream takes another object for its state, which a capture does not allow."""
+    """Returns whether a stream takes another state object, which a capture does not allow."""
     is_of_cuda = isinstance(stream, Generator) and stream.device.type == "cuda"
     return is_of_cuda and not torch.cuda.is_current_stream_capturing()
 

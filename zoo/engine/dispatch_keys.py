@@ -1,4 +1,4 @@
-"""Has a kernel call operators with the dispatch keys that these see outside of dispatch modes.
+"""Makes a kernel call operators with the dispatch keys that they have outside of dispatch modes.
 
 While a mode handles an operator, torch excludes all keys above it from what the kernel calls:
 autocast, and those that resolve tensors which are conjugate, negative or zero without memory that
@@ -7,24 +7,26 @@ custom operators, which may do anything.
 """
 
 import functools
-from collections.abc import Callable
 from operator import call
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from zoo._torch import (
+    Args,
     DispatchKey,
     DispatchKeySet,
     ForceDispatchKeyGuard,
+    Kwargs,
+    Operator,
+    PyTree,
     RestoreKeys,
     excluded_keys,
     has_kernel,
     included_keys,
     pytree,
 )
-from zoo.engine.operator_effects import CALLERS, Effects
+from zoo.engine.operator_effects import CALLERS, Effects, Kernel
 from zoo.errors import RecomputeError
 
 _KEYS = DispatchKey.__members__
@@ -47,10 +49,15 @@ class KernelWithKeys:
         dtypes: for each kind of device whose autocast they have, the type that it casts to.
     """
 
-    def __init__(self, kernel: Callable[..., Any], keys: Any, dtypes: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        keys: DispatchKeySet,
+        dtypes: dict[str, torch.dtype],
+    ) -> None:
         self.kernel, self.keys, self.dtypes = kernel, keys, dtypes
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Calls the kernel."""
         earlier = [(kind, torch.get_autocast_dtype(kind)) for kind in self.dtypes]
         caches = torch.is_autocast_cache_enabled()
@@ -67,7 +74,7 @@ class KernelWithKeys:
                 torch.set_autocast_dtype(kind, dtype)
 
 
-def kernel_of(operator: Any, effects: Effects, args: Any, kwargs: Any) -> Callable[..., Any]:
+def kernel_of(operator: Operator, effects: Effects, args: Args, kwargs: Kwargs) -> Kernel:
     """Returns what a dispatch mode calls for the operator that it handles now.
 
     Raises:
@@ -75,16 +82,17 @@ def kernel_of(operator: Any, effects: Effects, args: Any, kwargs: Any) -> Callab
             and torch does not tell which one it was.
     """
     _, is_cast = (0, 0) if effects.leaf else map(call, _NESTING)
-    is_lazy = effects.opaque or (args and isinstance(args[0], Tensor) and args[0].is_complex())
+    first = args[0] if args else None
+    is_lazy = effects.opaque or (isinstance(first, Tensor) and first.is_complex())
     if is_lazy or is_cast:
         return with_present_keys(operator, args, kwargs, is_lazy=is_lazy)
-    kernel: Callable[..., Any] = operator._op
+    kernel: Kernel = operator._op
     return kernel
 
 
 def with_present_keys(
-    operator: Any, args: Any, kwargs: Any, *, is_lazy: bool = True
-) -> Callable[..., Any]:
+    operator: Operator, args: Args, kwargs: Kwargs, *, is_lazy: bool = True
+) -> Kernel:
     """Returns the kernel with the keys that are in force where the operator is called.
 
     One that `is_lazy` may meet conjugate and negative tensors.
@@ -119,7 +127,7 @@ def with_present_keys(
 
 @functools.cache
 def _casts(overload: str, name: str, key: str) -> bool:
-    """Says whether autocast casts for an operator, whose kernel then runs without autocast.
+    """Returns whether autocast casts for an operator, whose kernel then runs without autocast.
 
     Raises:
         RecomputeError: it does by one name and does not by another.

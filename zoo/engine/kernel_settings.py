@@ -131,7 +131,7 @@ _OF_CPU = (
 )  # fmt: skip
 _OF_CUDA = (
     *_of_library(CUDA_SETTINGS, PRODUCTS),
-    # the more general ones first: those of cuDNN begin with one that nobody can write again
+    # the more general ones first: those of cuDNN begin with one that cannot be written again
     *_precisions("generic", all=()),
     *_precisions("cuda", all=(), **_PRECISE),
 )

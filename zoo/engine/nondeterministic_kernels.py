@@ -27,14 +27,14 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Args = Sequence[Any]
-Kwargs = Mapping[str, Any]
+from zoo._torch import Args, Kwargs, Operator, PyTree
+
 Condition = Callable[[Args, Kwargs], bool]
 
 _log = logging.getLogger("zoo")
@@ -79,7 +79,7 @@ def _is_on_cpu(args: Args, kwargs: Kwargs) -> bool:
     return all(t.device.type in ("cpu", "meta") for t in tensors if isinstance(t, Tensor))
 
 
-def _argument(args: Args, position: int, default: Any = None) -> Any:
+def _argument(args: Args, position: int, default: PyTree = None) -> PyTree:
     return args[position] if position < len(args) else default
 
 
@@ -154,7 +154,7 @@ def _puts_on_cpu(args: Args, kwargs: Kwargs) -> bool:
         return False
     given = [index for index in args[1] if index is not None]
     shapes = (index.shape for index in given)
-    chosen = math.prod(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    chosen = math.prod(torch.broadcast_shapes(*shapes))
     rest = args[0].numel() // max(math.prod(args[0].shape[: len(args[1])]), 1)
     return _is_shared(max(chosen * rest, args[2].numel()))
 
@@ -185,8 +185,14 @@ def _is_expanded(args: Args, kwargs: Kwargs) -> bool:
     )
 
 
-def _named(names: str, *given: Any, **others: Any) -> dict[str, Nondeterminism]:
-    row = Nondeterminism(*given, **others)
+def _named(
+    names: str,
+    varies: Condition,
+    *,
+    is_avoidable: bool = True,
+    varies_on_cpu: Condition | None = None,
+) -> dict[str, Nondeterminism]:
+    row = Nondeterminism(varies, is_avoidable, varies_on_cpu)
     return {f"aten::{name}": row for name in names.split()}
 
 
@@ -248,7 +254,7 @@ TABLE: dict[str, Nondeterminism] = {**_SUMS, **_WRITES, **_CHOICES, **_GRADIENTS
 _TAG = getattr(torch.Tag, "nondeterministic_bitwise", None)
 
 
-def nondeterminism_of(operator: Any) -> Nondeterminism | None:
+def nondeterminism_of(operator: Operator) -> Nondeterminism | None:
     """Returns when an operator's kernel may not repeat its bits; None if it always does."""
     name = operator._schema.name
     found = TABLE.get(operator.name()) or TABLE.get(name) or TABLE.get(name.removesuffix("_"))

@@ -1,54 +1,42 @@
-"""What stands for a tensor among the arguments of a recorded kernel, and makes it in a replay.
+"""What stands for a tensor among the arguments of a recorded kernel until a replay resolves it.
 
-Value      a storage as a recorded kernel left it, in the geometry of the tensor that it made
-View       another tensor of a value
-Outside    a tensor that no recorded kernel made, held as it is or as a copy
-Sparse     one of these that consists of others: indices and values
-Write      an argument that the kernel writes
-Blank      memory that a kernel writes and nobody reads
-Listed     a list with references in it
+Value             a storage as a recorded kernel left it, in the geometry of the tensor that it made
+View              another tensor of a value
+External          a tensor that no recorded kernel made, held as it is or as a copy
+SparseExternal    one of these that consists of others: indices and values
+Write             an argument that the kernel writes
+ScratchArgument   memory that a kernel writes and no other reads
+ListArgument      a list with references in it
 
-A tensor that was written after it was saved is noticed by its version. What writes without counting
-a version is noticed by a fingerprint, a few bytes spread over the tensor: a replay calls the same
-kernels on the same bytes, so it can differ only where code that torch does not see wrote into a
-tensor, or where a kernel is not deterministic, and then most of the tensor differs. On the CPU,
-where reading memory waits for nothing, each has one; elsewhere `replay_check` has samples.
+A tensor that was written after it was saved is noticed by its version, or else by a fingerprint
+(`unseen_writes`).
 """
 
-import contextlib
-import ctypes
-import functools
-import itertools
-import operator
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
+from torch import Tensor, UntypedStorage
 
-from zoo._torch import (
-    OFFSET_OF_STORAGE_POINTER,
-    DisableTorchDispatch,
-    DispatchKey,
-    DispatchKeySet,
-    FakeTensor,
-    ForceDispatchKeyGuard,
-    conj,
-    count_dispatch_modes,
-    disabled_torch_dispatch,
-    is_key_excluded,
-    neg_view,
+from zoo._torch import DisableTorchDispatch, FakeTensor, PyTree
+from zoo.engine.tensor_state import (
+    Geometry,
+    Original,
+    alive,
+    check_history,
+    check_version,
+    detached,
+    gone,
+    is_plain,
+    original_of,
+    storage_of,
+    version_of,
 )
-from zoo.engine.replay_check import CHECKS, sample_of
+from zoo.engine.unseen_writes import bytes_of, sample
 from zoo.errors import RecomputeError
 
-# a fingerprint is bytes from so many places of a tensor, so many at each
-PLACES = 4
-WIDTH = 16
 REPLACED = (
     "a tensor that this gradient needs was given other memory after it was used, by `Tensor.data` "
     "or a conversion of its module, and that memory is not held. Do so after the backward."
@@ -58,102 +46,23 @@ UNSEEN = (
     "`Tensor.data` or by code that torch does not see (NumPy, DLPack, C++). Change it after the "
     "backward, or change a copy."
 )
-# tensors whose storage is their own; any other kind is taken apart by its own dispatch
-PLAIN = {Tensor, Parameter, FakeTensor}
-# bytes of a tensor that are read at once rather than place by place
-AT_ONCE = 1 << 12
 
 
-def alive(references: Iterable[Callable[[], Any]]) -> list[Any]:
-    """Returns what weak references still refer to."""
-    return [found for reference in references if (found := reference()) is not None]
+class SavedValue(Protocol):
+    """A saved tensor that a replay makes (`segments.Handle`), as writes to its memory see it."""
 
+    def keep_if_replaced(self, tensor: Tensor) -> None:
+        """Keeps the tensor after all if it is this one, which has been given other memory."""
 
-def has_own_storage(kind: type) -> bool:
-    """Says whether tensors of a class are no wrappers, which their own dispatch takes apart."""
-    if kind in PLAIN:
-        return True
-    if kind.__torch_dispatch__ is not disabled_torch_dispatch:  # type: ignore[attr-defined]
-        return False
-    PLAIN.add(kind)  # type: ignore[arg-type]
-    return True
+    def before_write(self) -> None:
+        """Called before a recorded kernel writes the storage of the tensor."""
 
-
-def is_plain(tensor: Tensor) -> bool:
-    """Says whether a tensor is sizes, strides and an offset in its storage, and nothing more."""
-    return (
-        has_own_storage(type(tensor))
-        and tensor.layout is torch.strided
-        and not (tensor.is_nested or tensor.is_quantized or tensor._is_zerotensor())
-    )
-
-
-class Original(weakref.ref[Tensor]):
-    """A weak reference to a tensor of the program, which may be given other memory and dropped.
-
-    `Tensor.data = other` calls no operator and counts no version, and autograd, which has the very
-    tensor of an operation's argument, reads the other memory. When the tensor goes, the address of
-    its storage is copied out of it. That is done in C, since an interrupt is lost that comes while
-    Python is called for a weak reference.
-    """
-
-    __slots__ = ("home", "storage")
-    # how the reference, with which it is called, says to `memmove` how much to copy
-    _as_parameter_ = ctypes.sizeof(ctypes.c_size_t)
-    home: int  # the address of the storage that it had
-    storage: ctypes.c_size_t  # and of the last one
-
-    @property
-    def is_replaced(self) -> bool:
-        """Whether the tensor is gone and had other memory."""
-        return self.storage.value != self.home
-
-
-# as `ctypes.memmove`, but that lets other threads of Python run meanwhile, which takes longer
-_move = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
-    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value  # type: ignore[arg-type]
-)
-
-
-def original_of(tensor: Tensor, storage: Any) -> Original:
-    """Returns a reference to a tensor whose storage this is."""
-    home = storage._cdata
-    last = ctypes.c_size_t(home)
-    pointer = tensor._cdata + OFFSET_OF_STORAGE_POINTER
-    found = Original(tensor, functools.partial(_move, ctypes.addressof(last), pointer))
-    found.home, found.storage = home, last
-    return found
-
-
-class Geometry:
-    """Where in its storage a tensor lies."""
-
-    __slots__ = ("conjugate", "dtype", "negative", "offset", "sizes", "strides")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.sizes, self.strides = tensor.size(), tensor.stride()
-        self.offset, self.dtype = tensor.storage_offset(), tensor.dtype
-        self.negative = tensor.is_neg()
-        self.conjugate = self.dtype.is_complex and tensor.is_conj()
-
-    def on(self, base: Tensor) -> Tensor:
-        """Returns the tensor of this geometry on the storage of another."""
-        is_lazy = self.negative or base.is_neg() or self.dtype.is_complex
-        if base.dtype is self.dtype and not (is_lazy or base.is_nested):
-            return base.as_strided(self.sizes, self.strides, self.offset)
-        return self.of_storage(base.untyped_storage(), base.device)
-
-    def of_storage(self, storage: Any, device: torch.device) -> Tensor:
-        """Returns the tensor of this geometry on a storage."""
-        found = torch.empty(0, dtype=self.dtype, device=device)
-        found.set_(storage, self.offset, self.sizes, self.strides)
-        if self.conjugate:
-            found = conj(found)
-        return neg_view(found) if self.negative else found
+    def mark_external(self, storage: UntypedStorage) -> None:
+        """Called before the storage of the tensor is written unrecorded."""
 
 
 @dataclass(slots=True)
-class Apart:
+class SeparateVersion:
     """A tensor that shares a storage with others and no version, and its version as it was left."""
 
     tensor: weakref.ref[Tensor]
@@ -165,44 +74,91 @@ class Value:
 
     # in slots and all set, since a default of a class takes long to read
     __slots__ = (
-        "__weakref__", "after", "apart", "base", "before", "blank", "counter", "home", "is_empty",
-        "made", "node", "readers", "saved", "shared", "trains",
+        "__weakref__", "after", "base", "before", "blank", "counter", "home", "is_empty", "made_at",
+        "readers", "replayed", "saved", "separate", "shared", "trains",
     )  # fmt: skip
 
-    def __init__(self, node: int, storage: Any, tensor: Tensor, counter: int | None) -> None:
-        self.node = node
-        self.home: Callable[[], Any] = weakref.ref(storage)
+    def __init__(
+        self, kernel: int, storage: UntypedStorage, tensor: Tensor, counter: int | None
+    ) -> None:
+        self.made_at = kernel  # the index of the recorded kernel
+        self.home: Callable[[], UntypedStorage | None] = weakref.ref(storage)
         # the tensor that the kernel left, and its version
         self.base: Callable[[], Tensor | None] = weakref.ref(tensor)
         self.counter = counter
-        # bytes of memory that is made to be written, and may be by code that nobody sees
+        # bytes of memory that is made to be written, and may be by code that no mode sees
         self.blank: bytes | None = None
         self.is_empty = False  # no kernel wrote it yet
         self.after: Value | None = None  # the next version of the storage, and the one before
         self.before: Callable[[], Value | None] | None = None
-        self.saved: Sequence[weakref.ref[Any]] = ()  # handles, to be told when it is written
-        self.readers: Sequence[Outside] = ()  # parts of sparse tensors, to have a copy before that
+        self.saved: Sequence[Callable[[], SavedValue | None]] = ()  # to be told when it is written
+        self.readers: Sequence[External] = ()  # parts of sparse tensors, to have a copy before that
         # by the ids of tensors that share the storage and no version
-        self.apart: dict[int, Apart] | None = None
+        self.separate: dict[int, SeparateVersion] | None = None
         # tensors that have the memory and not the base, which they may outlive
         self.shared: SharedMemory | None = None
         self.trains: bool | None = None  # whether it requires a gradient; some kernels do more then
-        self.made: Tensor | None = None  # the tensor again, in a replay
+        self.replayed: Tensor | None = None  # the tensor again, in a replay
 
     @property
     def value(self) -> "Value":
         """The value that this refers to."""
         return self
 
-    def handles(self) -> list[Any]:
-        """Returns the handles that somebody may still open."""
+    def handles(self) -> list[SavedValue]:
+        """Returns the saved tensors that a backward may still open."""
         return alive(self.saved)
 
-    def set_apart(self, tensor: Tensor, version: int) -> None:
+    def separate_version(self, tensor: Tensor, version: int) -> None:
         """Notes the version of a tensor that shares the storage and no version."""
-        if self.apart is None:
-            self.apart = {}
-        self.apart[id(tensor)] = Apart(weakref.ref(tensor), version)
+        if self.separate is None:
+            self.separate = {}
+        self.separate[id(tensor)] = SeparateVersion(weakref.ref(tensor), version)
+
+    def holder(self, tensor: Tensor) -> "Value | SeparateVersion":
+        """Returns what holds the version of a tensor in the storage."""
+        if self.separate is not None:
+            for base in (tensor, tensor._base):
+                separate = self.separate.get(id(base))
+                if separate is not None and separate.tensor() is base:
+                    return separate
+        return self
+
+    def has_version(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor has the version with which recorded kernels left its storage."""
+        holder, counter = self.holder(tensor), version_of(tensor)
+        if holder.counter is None:
+            holder.counter = counter
+        if holder.counter == counter:
+            return True
+        whole = self.base()
+        if counter or holder is not self or whole is None or version_of(whole) != self.counter:
+            return False
+        # by `Tensor.data` or `detach`, and not written since
+        self.separate_version(tensor, counter)
+        return True
+
+    def is_untouched(self, storage: UntypedStorage) -> bool:
+        """Returns whether memory that is made to be written is as recorded kernels left it."""
+        if self.is_empty:
+            return False
+        return self.blank is None or (self.blank != b"" and self.blank == sample(storage))
+
+    def refer(self, tensor: Tensor) -> "Reference | None":
+        """Returns the reference of a tensor of this value; None for one that is not plain."""
+        if self.base() is tensor:
+            trains = tensor.requires_grad
+            if self.trains is None:
+                self.trains = trains
+            if self.trains is trains:
+                return self
+        if not is_plain(tensor):
+            return None
+        if self.shared is not None or (self.trains is None and self.base() is None):
+            self.share(tensor)
+        view = View(tensor)
+        view.value, view.trains = self.value, tensor.requires_grad
+        return view
 
     def share(self, tensor: Tensor | None) -> None:
         """Notes a tensor that has the memory, and may outlive the one that the kernel left.
@@ -218,15 +174,15 @@ class Value:
             self.shared.add(tensor if tensor._base is None else tensor._base)
 
     def take(self, tensor: Tensor) -> None:
-        """Has a replay read this tensor for the value."""
+        """Makes a replay read this tensor for the value."""
         if tensor.requires_grad is not self.trains:
             tensor.requires_grad_(bool(self.trains))
-        self.made = tensor
+        self.replayed = tensor
 
-    def now(self) -> Tensor:
+    def resolve(self) -> Tensor:
         """Returns the tensor in a replay that has made it."""
-        assert self.made is not None, "a replay makes what a node reads before the node"
-        return self.made
+        assert self.replayed is not None, "a replay makes what a kernel reads before the kernel"
+        return self.replayed
 
 
 class SharedMemory:
@@ -248,16 +204,15 @@ class SharedMemory:
 class ReplayedCopy(Value):
     """Memory in which a replay inside of the recorded forward has made a value once more.
 
-    What reads it reads the value, so that nothing recorded holds it. Once written it is a tensor
-    from outside.
+    What reads it reads the value, so that nothing recorded holds it. Once written it is external.
     """
 
     __slots__ = ("source",)
 
-    def __init__(self, source: Value, storage: Any, tensor: Tensor) -> None:
-        super().__init__(source.node, storage, tensor, tensor._version)
+    def __init__(self, source: Value, storage: UntypedStorage, tensor: Tensor) -> None:
+        super().__init__(source.made_at, storage, tensor, tensor._version)
         # another geometry than that of the value
-        self.base = no_tensor
+        self.base = gone
         self.source = source
 
     @property
@@ -278,35 +233,40 @@ class View(Geometry):
 
     def make_room(self) -> None:
         """Gives the storage in a replay the size that a kernel gave it in the forward."""
-        storage = self.value.now().untyped_storage()
+        storage = self.value.resolve().untyped_storage()
         steps = zip(self.sizes, self.strides, strict=True)
         last = self.offset + sum((size - 1) * stride for size, stride in steps)
         needed = (last + 1) * self.dtype.itemsize
         if storage.nbytes() < needed:
             storage.resize_(int(needed))
 
-    def now(self) -> Tensor:
+    def resolve(self) -> Tensor:
         """Returns the tensor in a replay that has made its value."""
-        made = self.value.made
-        assert made is not None, "a replay makes what a node reads before the node"
+        made = self.value.replayed
+        assert made is not None, "a replay makes what a kernel reads before the kernel"
         # a view of what requires a gradient would require one, too
         if made.requires_grad and not self.trains:
             made = detached(made)
-        found = self.on(made)
-        return found.requires_grad_() if self.trains else found
+        view = self.on(made)
+        return view.requires_grad_() if self.trains else view
 
 
-class Outside:
-    """A tensor from outside as it is, with the check that autograd makes in the baseline, too."""
+class External:
+    """An external tensor as it is, with the check that autograd makes in the baseline, too."""
 
     __slots__ = (
         "__weakref__", "copy", "earlier", "geometry", "has_history", "home", "is_read", "is_result",
         "memory", "original", "parts", "sample", "tensor", "version", "wrapper",
     )  # fmt: skip
 
-    def __init__(self, tensor: Tensor, home: Any = None, earlier: "Outside | None" = None) -> None:
+    def __init__(
+        self,
+        tensor: Tensor,
+        home: Callable[[], UntypedStorage | None] = gone,
+        earlier: "External | None" = None,
+    ) -> None:
         self.tensor = tensor
-        self.home = home  # its storage
+        self.home = home  # returns its storage, if it has one
         self.earlier = earlier  # while the recording is open another tensor of the storage
         self.version = version_of(tensor)
         # the tensor of the program, once this has one of its own
@@ -316,11 +276,12 @@ class Outside:
         self.is_read = False  # whether a kernel has read it
         # bytes of it as it was read, which `Tensor.data` and NumPy may write and count no version
         self.sample: bytes | None = None
-        self.copy: Any = None  # its storage before a kernel wrote it, and where it lay there
+        # its storage before a kernel wrote it, and where it lay there
+        self.copy: UntypedStorage | None = None
         self.geometry: Geometry | None = None
         # while the recording is open the memory that a kernel read
         self.memory: Tensor | None = None
-        self.parts: Sequence[Outside] = ()  # what a sparse one consists of
+        self.parts: Sequence[External] = ()  # what a sparse one consists of
         # what it is a part of, as `counted` has it
         self.wrapper: tuple[Tensor, int] | None = None if earlier is None else earlier.wrapper
 
@@ -333,18 +294,18 @@ class Outside:
         """Returns whether its memory has the bytes that it had when read, if they are known."""
         return self.sample is None or self.sample == bytes_of(self.tensor)
 
-    def hold(self, copy: Any) -> None:
-        """Has a replay read a copy of the storage."""
+    def hold(self, copy: UntypedStorage) -> None:
+        """Makes a replay read a copy of the storage."""
         self.copy, self.geometry = copy, Geometry(self.tensor)
 
     def look_for_other_memory(self) -> None:
-        """Has a replay read the memory that was there, where the tensor has other memory since."""
+        """Makes a replay read the memory of the forward where the tensor has other memory since."""
         if self.memory is not None:
             storage = self.memory.untyped_storage()
             if self.tensor.untyped_storage() is not storage and is_plain(self.memory):
                 self.copy, self.geometry, self.memory = storage, Geometry(self.memory), None
 
-    def cut(self, detach: Callable[[Tensor], Tensor]) -> None:
+    def detach_graph(self, detach: Callable[[Tensor], Tensor]) -> None:
         """Lets go of the tensor of the program, and keeps one of the same memory and version.
 
         The graph may hold this, and the program may write into its tensor what the graph makes, or
@@ -360,13 +321,13 @@ class Outside:
         if trains:
             self.tensor.requires_grad_()
         del tensor
-        found = self.original()
-        if found is None:
-            # nobody had it but this
-            self.original = no_tensor
-        elif self.home is not None and not is_given_gradient:
+        original = self.original()
+        if original is None:
+            # this was its last holder
+            self.original = gone
+        elif self.home is not gone and not is_given_gradient:
             # what is given a gradient autograd has, so that it does not go before the graph
-            self.original = original_of(found, found.untyped_storage())
+            self.original = original_of(original, original.untyped_storage())
 
     def is_of(self, tensor: Tensor) -> bool:
         """Returns whether this stands for a tensor."""
@@ -380,19 +341,19 @@ class Outside:
                 given cannot be found.
         """
         tensor, original = self._unchanged(), self.original
-        if original is None or self.home is None:
+        if original is None or self.home is gone:
             return tensor
-        found = original()
+        present = original()
         if self.has_history:
-            check_history(found)
+            check_history(present)
         storage = tensor.untyped_storage()
         # of its results autograd has the memory, of its arguments the very tensors
         if self.is_result:
             is_lost = self.home() is not storage
-        elif found is None:
+        elif present is None:
             is_lost = type(original) is Original and original.is_replaced
-        elif found.untyped_storage() is not storage:
-            return detached(found)
+        elif present.untyped_storage() is not storage:
+            return detached(present)
         else:
             return tensor
         if is_lost:
@@ -407,7 +368,7 @@ class Outside:
             check_version(*self.wrapper)
         return tensor
 
-    def now(self) -> Tensor:
+    def resolve(self) -> Tensor:
         """Returns the tensor as the forward read it.
 
         Raises:
@@ -418,29 +379,35 @@ class Outside:
             return tensor
         if self.memory is not None:
             self.look_for_other_memory()
-        if self.geometry is None:
-            if self.home is not None and self.home() is not tensor.untyped_storage():
+        if self.geometry is None or self.copy is None:
+            if self.home is not gone and self.home() is not tensor.untyped_storage():
                 raise RecomputeError(REPLACED)
-            found = self._unchanged()
+            unchanged = self._unchanged()
         else:
             with DisableTorchDispatch():
-                found = self.geometry.of_storage(self.copy, tensor.device)
+                unchanged = self.geometry.of_storage(self.copy, tensor.device)
                 if tensor.requires_grad:
-                    found.requires_grad_()
-            if self.home is None or self.copy is not self.home():
-                return found
-        if self.sample is not None and self.sample != bytes_of(found):
-            raise RecomputeError(UNSEEN.format(tuple(found.shape)))
-        return found
+                    unchanged.requires_grad_()
+            if self.copy is not self.home():
+                return unchanged
+        if self.sample is not None and self.sample != bytes_of(unchanged):
+            raise RecomputeError(UNSEEN.format(tuple(unchanged.shape)))
+        return unchanged
 
 
-class Sparse(Outside):
-    """A sparse tensor from outside.
+def external_of(tensor: Tensor) -> External:
+    """Returns what stands for a tensor as it is."""
+    storage = storage_of(tensor)
+    return External(tensor, gone if storage is None else weakref.ref(storage))
+
+
+class SparseExternal(External):
+    """An external sparse tensor.
 
     It shares memory with the tensors that it was made of, whose writes its version does not count.
     """
 
-    def __init__(self, tensor: Tensor, parts: list[Outside]) -> None:
+    def __init__(self, tensor: Tensor, parts: list[External]) -> None:
         super().__init__(tensor)
         self.parts = parts
         self.samples = [sample(part.tensor.untyped_storage()) for part in parts]
@@ -448,11 +415,11 @@ class Sparse(Outside):
         with DisableTorchDispatch():
             self.is_coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
 
-    def now(self) -> Tensor:
+    def resolve(self) -> Tensor:
         """Returns the tensor as the forward read it; raises as that of any other."""
-        parts = [part.now() for part in self.parts]
-        for part, found in zip(self.parts, self.samples, strict=True):
-            if part.geometry is None and sample(part.tensor.untyped_storage()) != found:
+        parts = [part.resolve() for part in self.parts]
+        for part, before in zip(self.parts, self.samples, strict=True):
+            if part.geometry is None and sample(part.tensor.untyped_storage()) != before:
                 raise RecomputeError(
                     f"a sparse tensor {tuple(self.tensor.shape)} shares its memory with a tensor "
                     "that was changed in place after the forward. Change it after the backward, or "
@@ -461,305 +428,51 @@ class Sparse(Outside):
         if not self.is_copied:
             return self._unchanged()
         size, layout = self.tensor.size(), self.tensor.layout
-        given: dict[str, Any] = {"layout": layout}
+        named: dict[str, object] = {"layout": layout}
         make: Callable[..., Tensor] = torch.sparse_compressed_tensor
         if layout is torch.sparse_coo:
-            make, given = torch.sparse_coo_tensor, {"is_coalesced": self.is_coalesced}
+            make, named = torch.sparse_coo_tensor, {"is_coalesced": self.is_coalesced}
         with DisableTorchDispatch():
-            return make(*parts, size, check_invariants=False, **given)
+            return make(*parts, size, check_invariants=False, **named)
 
 
-def parts_of(tensor: Tensor) -> list[Tensor]:
-    """Returns the indices and values that a sparse tensor consists of, the values last."""
-    layout = tensor.layout
-    if layout is torch.strided:
-        return []
-    with DisableTorchDispatch():
-        if layout is torch.sparse_coo:
-            return [tensor._indices(), tensor._values()]
-        if layout in (torch.sparse_csr, torch.sparse_bsr):
-            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-        if layout in (torch.sparse_csc, torch.sparse_bsc):
-            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []
-
-
-def parts_of_wrapper(wrapper: Any) -> list[Tensor]:
-    """Returns the tensors that a tensor of a class with a dispatch of its own consists of."""
-    names, _ = wrapper.__tensor_flatten__()
-    parts = (getattr(wrapper, name) for name in names)
-    return [part for part in parts if isinstance(part, Tensor)]
-
-
-class Blank:
-    """Memory that a kernel writes and nobody reads."""
+class ScratchArgument:
+    """Memory that a kernel writes and no other reads."""
 
     __slots__ = ("device", "dtype", "size")
 
     def __init__(self, tensor: Tensor) -> None:
         self.size, self.dtype, self.device = tensor.size(), tensor.dtype, tensor.device
 
-    def now(self) -> Tensor:
+    def resolve(self) -> Tensor:
         """Returns such memory."""
         return torch.zeros(self.size, dtype=self.dtype, device=self.device)
 
 
-class Listed(NamedTuple):
+class ListArgument(NamedTuple):
     """An argument that is a list with references in it."""
 
-    parts: list[Any]
+    parts: list[PyTree]
 
-    def now(self) -> list[Any]:
+    def resolve(self) -> list[PyTree]:
         """Returns the list in a replay that has made what it refers to."""
-        return [part.now() if type(part) in REFERENCES else part for part in self.parts]
+        return [part.resolve() if type(part) in REFERENCES else part for part in self.parts]
 
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """An argument that a kernel writes, and its next version; None for one from outside."""
+    """An argument that a kernel writes, and its next version; None for an external one."""
 
-    target: "Reference | Outside"
+    target: "Reference | External"
     scratch: Tensor | None  # while the kernel runs the tensor, in a replay what is in its place
     after: Value | None = None
 
-    def now(self) -> Tensor | None:
+    def resolve(self) -> Tensor | None:
         """Returns what a replay has the kernel write."""
         return self.scratch
-
-
-# refers to a tensor that is gone, or has another geometry now
-no_tensor: Callable[[], Any] = weakref.ref(set())
 
 
 # what stands for a tensor that a recorded kernel made
 Reference = Value | View
 # all that makes an argument in a replay; asked for each, a set of types is faster than isinstance
-REFERENCES = {Value, View, Outside, Sparse, Write, Blank, Listed}
-
-# what a thread's dispatch is outside of all modes
-_KEYS = DispatchKey
-_INCLUDED = DispatchKeySet(_KEYS.BackendSelect) | DispatchKeySet(_KEYS.ADInplaceOrView)
-_EXCLUDED = functools.reduce(
-    operator.or_,
-    (DispatchKeySet(key) for name, key in _KEYS.__members__.items() if name.startswith("Autocast")),
-)
-
-
-def detach_here() -> Callable[[Tensor], Tensor]:
-    """Returns what does here as `detached` does."""
-    is_below = is_key_excluded(_KEYS.ADInplaceOrView)
-    return detached if is_below or count_dispatch_modes() else Tensor.detach
-
-
-def detached(tensor: Tensor) -> Tensor:
-    """Returns a tensor without its graph that shares its version, wherever this is called.
-
-    Below autograd, where dispatch modes are, `Tensor.detach` gives the result a version of its own.
-    """
-    if detach_here() is not detached:
-        return tensor.detach()
-    with (
-        ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED),
-        DisableTorchDispatch(),
-    ):
-        found = tensor.detach()
-    if isinstance(tensor, FakeTensor):
-        return FakeTensor(tensor.fake_mode, found, tensor.fake_device)
-    return found
-
-
-def memory_of(tensor: Tensor) -> Tensor:
-    """Returns a tensor of the same memory with a version of its own, which no mode sees."""
-    if not count_dispatch_modes():
-        return tensor.data
-    with DisableTorchDispatch():
-        return tensor.data
-
-
-def counted(wrapper: Any) -> tuple[Tensor, int] | None:
-    """Returns what shares the version of a wrapper, whose parts count no writes, and the version.
-
-    None for one without numbers, which is not always possible to detach.
-    """
-    is_meta = wrapper.device.type == "meta"
-    return None if is_meta else (detached(wrapper), version_of(wrapper))
-
-
-def version_of(tensor: Tensor) -> int:
-    """Returns the version of a tensor; 0 for one made in inference mode, which has none."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return 0
-
-
-def check_version(tensor: Tensor, version: int) -> None:
-    """Refuses a tensor that was changed in place since it had this version.
-
-    Raises:
-        RecomputeError: it was.
-    """
-    now = version_of(tensor)
-    # a fake tensor has no numbers, and FSDP2 gives its parameters other versions
-    if now != version and type(tensor) is not FakeTensor:
-        what = "nested tensor" if tensor.is_nested else f"tensor {tuple(tensor.shape)}"
-        raise RecomputeError(
-            f"a {what} that this gradient needs was changed in place after it was used (version "
-            f"{version}, now {now}). Change it after the backward, or change a copy."
-        )
-
-
-def roles_of(tensor: Tensor, sequence: int) -> tuple[bool, bool]:
-    """Returns whether a tensor that autograd saves now is an argument with a history, or a result.
-
-    `sequence` is the number of the next operation. It is neither where it has no history. A view,
-    which cannot be detached in place, and asked for its history may make it anew, is a result where
-    the operation has written it: what it is a view of has got its history just before it.
-    """
-    if not tensor.requires_grad:
-        return False, False
-    if (base := tensor._base) is not None:
-        written_by: Any = base.grad_fn
-        is_just_written = written_by is not None and written_by._sequence_nr() == sequence - 2
-        return False, is_just_written and written_by.name().endswith("CopySlices")
-    made_by: Any = tensor.grad_fn
-    is_result = made_by is not None and made_by._sequence_nr() == sequence - 1
-    return made_by is not None and not is_result, is_result
-
-
-def check_history(tensor: Tensor | None) -> None:
-    """Refuses a saved tensor that had a history and is detached, where it is still held.
-
-    Raises:
-        RecomputeError: it is, which autograd refuses in the baseline, too.
-    """
-    if tensor is not None and not tensor.requires_grad:
-        raise RecomputeError(
-            f"a tensor {tuple(tensor.shape)} that this gradient needs was detached in place after "
-            "it was used, by `detach_()`. Use `detach()`, which leaves it as it is."
-        )
-
-
-class _Thread(threading.local):
-    on = True
-
-
-_thread = _Thread()
-
-
-@contextlib.contextmanager
-def without_fingerprints() -> Iterator[None]:
-    """Disables fingerprints on this thread; `verify` compares every bit instead."""
-    earlier, _thread.on = _thread.on, False
-    try:
-        yield
-    finally:
-        _thread.on = earlier
-
-
-def fingerprint(tensor: Tensor) -> bytes | Tensor | None:
-    """Returns what `read` has to return for a replay of a tensor; None where bytes do not tell.
-
-    Of one on an accelerator it returns a sample that stays there, where replays are checked.
-
-    They do not for one that no gradient flows through, which may hold what a kernel leaves
-    unwritten or writes after it was saved.
-    """
-    if not tensor.requires_grad or isinstance(tensor, FakeTensor):
-        return None
-    if not tensor.is_cpu:
-        return sample_of(tensor) if CHECKS else None
-    return read(tensor) if _thread.on and tensor.is_contiguous() else None
-
-
-# so that no two marks are alike
-_marks = itertools.count(1)
-
-
-def new_mark() -> bytes:
-    """Returns bytes that nobody else writes, which are small numbers of any type."""
-    number = next(_marks) * 0x9E3779B97F4A7C15 & 0x3F3F3F3F3F3F3F3F
-    return number.to_bytes(8, "little")
-
-
-def fill(storage: Any, mark: bytes) -> None:
-    """Writes a mark into memory without content at the places of `sample`, and zeros elsewhere.
-
-    Memory that is used again may hold just what code that nobody sees is about to write; and what
-    a program reads there without having written it is the same in a replay. Where torch fills such
-    memory, it stays as that left it.
-    """
-    if storage.device.type != "cpu" or _fills_empty_memory():
-        return
-    start, size = storage.data_ptr(), storage.nbytes()
-    if size > AT_ONCE:
-        ctypes.memset(start, 0, size)
-        for place in range(PLACES):
-            ctypes.memmove(start + place * _gap(size), mark * 2, WIDTH)
-    else:
-        ctypes.memmove(start, mark * (size // 8 + 1), size)
-
-
-def filled_empty(size: Any, stride: Any, mark: bytes, **kwargs: Any) -> Tensor:
-    """Returns memory without content again, in a replay."""
-    found = torch.empty_strided(size, stride, **kwargs)
-    fill(found.untyped_storage(), mark)
-    return found
-
-
-def _fills_empty_memory() -> bool:
-    return (
-        torch.are_deterministic_algorithms_enabled()
-        and torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    )
-
-
-def sample(storage: Any) -> bytes:
-    """Returns bytes at places spread over a storage; b"" where they cannot be read."""
-    return read_storage(storage) if storage.device.type == "cpu" else b""
-
-
-def read_storage(storage: Any) -> bytes:
-    """Returns bytes at places spread over a storage that is on the CPU."""
-    return read_memory(storage.data_ptr(), storage.nbytes())
-
-
-def bytes_of(tensor: Tensor) -> bytes | None:
-    """Returns bytes at places spread over a tensor; None where they cannot be read at once."""
-    # asked for what is on an accelerator, all of its work would be waited for
-    if not tensor.is_cpu or type(tensor) is FakeTensor:
-        return None
-    # most often plain memory, of which the rest need not be asked
-    if tensor.layout is not torch.strided or tensor._is_zerotensor():
-        return None
-    if tensor.is_quantized or tensor.is_nested:
-        return None
-    return read(tensor) if tensor.is_contiguous() else read_storage(tensor.untyped_storage())
-
-
-def read(tensor: Tensor) -> bytes:
-    """Returns bytes at places spread over a dense tensor."""
-    return read_memory(tensor.data_ptr(), tensor.nbytes)
-
-
-# as `ctypes.string_at`, which is a function of Python
-_bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
-    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
-)
-
-
-def read_memory(start: int, size: int) -> bytes:
-    """Returns bytes at places spread over some memory; b"" where there is none."""
-    if not start:
-        # tensors of zeros that autograd makes have sizes and no memory
-        return b""
-    if size <= AT_ONCE:
-        content: bytes = _bytes_at(start, size)
-        # an odd stride takes high and low bytes of numbers in turn
-        return content[:: size // (PLACES * WIDTH) | 1] + content[-WIDTH:]
-    gap = _gap(size)
-    return b"".join([_bytes_at(start + place * gap, WIDTH) for place in range(PLACES)])
-
-
-def _gap(size: int) -> int:
-    return (size - WIDTH) // (PLACES - 1) // WIDTH * WIDTH
+REFERENCES = {Value, View, External, SparseExternal, Write, ScratchArgument, ListArgument}

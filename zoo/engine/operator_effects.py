@@ -7,13 +7,22 @@ A schema tells nearly all of it. What no schema tells is listed here by name and
 import functools
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import Tensor
 
-from zoo._torch import PYTHON_KERNELS, dispatch_table, has_kernel
+from zoo._torch import (
+    PYTHON_KERNELS,
+    Args,
+    Kwargs,
+    Operator,
+    PyTree,
+    dispatch_table,
+    has_kernel,
+    pytree,
+)
 from zoo.engine.kernel_settings import HeededSettings, heeded_by
 from zoo.engine.nondeterministic_kernels import Nondeterminism, nondeterminism_of
 
@@ -68,7 +77,7 @@ ABOVE = (
     "Tracer",
     "Meta",
 )
-# their results have no content until something writes it, which may be code that nobody sees
+# their results have no content until something writes it, which may be code that no mode sees
 EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted",
          "aten::new_empty", "aten::new_empty_strided"}  # fmt: skip
 # likewise their results are made to be written
@@ -86,6 +95,8 @@ LEAVES = {f"aten::{name}" for name in (
     "sigmoid", "sigmoid_backward", "silu", "silu_backward", "sub", "sub_", "tanh", "tanh_backward",
     "threshold_backward",
 )}  # fmt: skip
+# an operator's kernel, or a function that calls it
+Kernel = Callable[..., PyTree]
 # position and name of an argument
 Argument = tuple[int, str]
 # arguments that are written although the schema of some version of torch does not say so
@@ -106,6 +117,8 @@ CALLERS: dict[str, tuple[str, ...]] = {
     "aten::_trilinear": ("aten::bilinear",),
     "aten::linalg_pinv": ("aten::linalg_pinv", "aten::pinverse"),
 }
+# what results and arguments come in beside single tensors
+SEQUENCES = {list, tuple}
 # norms that update their statistics in training, and do not read them then
 NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
 STATISTICS = (3, 4)
@@ -127,7 +140,7 @@ class Effects:
     lists: bool = False  # it writes lists of tensors
     makes: bool = False  # it returns storages of its own
     empty: bool = False  # its result has no content yet
-    blank: bool = False  # its result is made to be written, and may be by code that nobody sees
+    blank: bool = False  # its result is made to be written, and may be by code that no mode sees
     heeded: HeededSettings | None = None  # settings that decide which kernel it runs
     norm: bool = False  # it updates statistics in training, without reading them
     overwrites: bool = False  # it does not read what it writes
@@ -136,19 +149,19 @@ class Effects:
     simple: bool = False  # it makes its results, always the same ones, and does nothing else
     dropping: int | None = None  # the place of a rate without which it writes no argument
 
-    def keeps_results(self, args: Any, kwargs: Any) -> bool:
+    def keeps_results(self, args: Args, kwargs: Kwargs) -> bool:
         """Returns whether no replay calls the kernel, so that what it makes and writes is kept."""
         return self.opaque or (self.varies is not None and self.varies.applies(args, kwargs))
 
 
 # by the ids of operators, whose hash is a Python function; the second holds them
 KNOWN: dict[int, Effects] = {}
-_OPERATORS: list[Any] = []
+_OPERATORS: list[Operator] = []
 # by the ids of their kernels
 _NAMES: dict[int, str] = {}
 
 
-def effects_of(operator: Any) -> Effects:
+def effects_of(operator: Operator) -> Effects:
     """Returns what an operator does, from a table after the first time."""
     found = KNOWN.get(id(operator))
     if found is None:
@@ -157,8 +170,8 @@ def effects_of(operator: Any) -> Effects:
     return found
 
 
-def is_view(operator: Any) -> bool:
-    """Says whether an operator returns a view of its argument; higher-order ones do not say."""
+def is_view(operator: Operator) -> bool:
+    """Returns whether an operator returns a view of its argument; higher-order ones do not say."""
     return bool(getattr(operator, "is_view", False))
 
 
@@ -169,7 +182,7 @@ class PythonKernels:
     Attributes:
         count: how many there were.
         later: those that were not there when zoo was imported, none of which was removed.
-        operators: torch's operators, without overloads, that somebody else gave such a kernel.
+        operators: torch's operators, without overloads, that another library gave such a kernel.
     """
 
     count: int = -1
@@ -178,7 +191,7 @@ class PythonKernels:
 
 
 _python = PythonKernels()
-# they make no numbers or are torch's own, and nobody removes them
+# they make no numbers or are torch's own, and are never removed
 _AT_FIRST = frozenset(
     name for name in PYTHON_KERNELS if name.endswith("/Meta") or name.startswith("prims/")
 )
@@ -207,11 +220,11 @@ def _given_by_python(entry: str) -> str | None:
     return operator
 
 
-def is_kernel(operator: Any) -> bool:
+def is_kernel(operator: Operator) -> bool:
     """Returns whether an operator does what its schema says, so that it may run twice.
 
     It is one of torch's own, takes and returns tensors and plain values, reads no file, and runs no
-    Python function that somebody registered for it or for what it may call.
+    Python function that a program registered for it or for what it may call.
     """
     schema = operator._schema
     if operator.namespace not in KERNELS:
@@ -231,7 +244,7 @@ def is_kernel(operator: Any) -> bool:
     return not calls_others and name not in overridden
 
 
-def _read(operator: Any) -> Effects:
+def _read(operator: Operator) -> Effects:
     schema = getattr(operator, "_schema", None)
     if schema is None:
         return Effects(opaque=True, foreign=operator.name() not in FUNCTIONS | WRAPPED)
@@ -279,6 +292,43 @@ def _read(operator: Any) -> Effects:
     )
 
 
+def flat(out: PyTree) -> Sequence[PyTree]:
+    """Returns the results of a kernel, of which some may be lists, in one sequence."""
+    if type(out) not in SEQUENCES:
+        return (out,)
+    is_flat = SEQUENCES.isdisjoint(map(type, out))
+    return (*out,) if is_flat else [part for parts in out for part in flat(parts)]
+
+
+def written_by(effects: Effects, args: Args, kwargs: Kwargs) -> list[Tensor]:
+    """Returns the tensors that a kernel writes, as far as that is known."""
+    if effects.foreign:
+        return tensors_in((args, kwargs))
+    rate = effects.dropping
+    if rate is not None and not all(args[rate : rate + 2]):
+        return []
+    written: list[Tensor] = []
+    for position, name in effects.writes:
+        value = args[position] if position < len(args) else kwargs.get(name)
+        if isinstance(value, Tensor):
+            written.append(value)
+        elif value is not None:
+            written += tensors_in(value)
+    return written
+
+
+def tensors_in(tree: PyTree) -> list[Tensor]:
+    """Returns the tensors among the leaves of a tree."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def statistics_of(effects: Effects, args: Args) -> dict[int, Tensor]:
+    """Returns by their positions the running statistics that a norm updates, in training alone."""
+    if not (effects.norm and args[TRAINING]):
+        return {}
+    return {index: args[index] for index in STATISTICS if args[index] is not None}
+
+
 # cuDNN's networks share a state for their dropout on a device. torch makes it in the first call
 # after a program seeds, from a number that it draws, and in none of the calls that follow
 DROPOUT_STATE = torch.ops.aten._cudnn_init_dropout_state.default
@@ -287,8 +337,8 @@ DRAWN_NUMBER = torch.ops.aten.random_.default
 READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
-def makes_dropout_state(operator: Any, args: Any, kwargs: Any) -> bool:
-    """Says whether an operator is one of those that make the state of cuDNN's dropout."""
+def makes_dropout_state(operator: Operator, args: Args, kwargs: Kwargs) -> bool:
+    """Returns whether an operator is one of those that make the state of cuDNN's dropout."""
     if operator is EMPTY_NUMBER:
         # none of the arguments is a tensor
         dtype, device = kwargs.get("dtype"), kwargs.get("device")
@@ -299,12 +349,12 @@ def makes_dropout_state(operator: Any, args: Any, kwargs: Any) -> bool:
 
 
 @functools.cache
-def name_of(operator: Any) -> str:
+def name_of(operator: Operator) -> str:
     """Names an operator; higher-order operators have no overloads."""
     return str(operator) if hasattr(operator, "_schema") else f"higher_order.{operator.name()}"
 
 
-def name_of_kernel(kernel: Any) -> str:
+def name_of_kernel(kernel: object) -> str:
     """Names the operator that was called by a kernel, which does not know it."""
     if id(kernel) not in _NAMES:
         _NAMES.update({id(getattr(one, "_op", one)): name_of(one) for one in _OPERATORS})
@@ -312,11 +362,11 @@ def name_of_kernel(kernel: Any) -> str:
 
 
 @functools.cache
-def resolved(name: str) -> Callable[..., Any]:
+def resolved(name: str) -> Operator:
     """Returns the operator of a name."""
     if name.startswith("higher_order."):
-        found: Callable[..., Any] = getattr(torch.ops.higher_order, name.partition(".")[2])
+        found: Operator = getattr(torch.ops.higher_order, name.partition(".")[2])
         return found
     space, packet, overload = name.split(".")
-    function: Callable[..., Any] = getattr(getattr(getattr(torch.ops, space), packet), overload)
+    function: Operator = getattr(getattr(getattr(torch.ops, space), packet), overload)
     return function

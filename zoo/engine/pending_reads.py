@@ -18,11 +18,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from zoo._torch import storage_holders
-from zoo.engine.operands import Outside, alive, has_own_storage
-from zoo.engine.recording import SEGMENTS, Recording, Segment, storage_of
-from zoo.engine.replay import arguments_from_outside, schedule
+from zoo.engine.operands import External
+from zoo.engine.recording import Recording
+from zoo.engine.replay import schedule
 from zoo.engine.saved_tensors import SAVED, goals_of, waiting_in
+from zoo.engine.segments import SEGMENTS, Segment
 from zoo.engine.sharded import whole_storages
+from zoo.engine.tensor_state import alive, has_own_storage, storage_of
 
 
 class Holders(NamedTuple):
@@ -50,14 +52,14 @@ def fewest(before: Holders | None, now: Holders | None) -> Holders | None:
     return Holders(now.storage, *map(min, before[1:], now[1:]))
 
 
-# what nobody else holds: the tensor by itself, its storage by the tensor and by Python
+# what has no other holders: the tensor by itself, its storage by the tensor and by Python
 ALONE = (1, 2)
 
 
 class _Held:
     """A tensor from outside that autograd may hold, and how often kernels of a recording do."""
 
-    def __init__(self, found: Outside, recording: Recording | None) -> None:
+    def __init__(self, found: External, recording: Recording | None) -> None:
         self.outside = weakref.ref(found)
         self.recording = None if recording is None else weakref.ref(recording)
         self.times = 0
@@ -70,8 +72,8 @@ class _Held:
         return _references(self.outside) > kernels + UNHELD
 
 
-def _references(found: "weakref.ref[Outside]") -> int:
-    """Returns how many references there are; `UNHELD` or fewer where nobody has one."""
+def _references(found: "weakref.ref[External]") -> int:
+    """Returns how many references there are; `UNHELD` or fewer where it has no holder."""
     outside = found()
     return 0 if outside is None else sys.getrefcount(outside)
 
@@ -86,7 +88,7 @@ UNHELD = _references(weakref.ref(_counted)) - 1  # type: ignore[arg-type]
 
 
 def note_saved(tensor: Tensor) -> None:
-    """Has what stands for a tensor among saved tensors be noted from now on."""
+    """Notes what stands for a tensor among saved tensors from now on."""
     if id(tensor) not in SAVED:
         SAVED[id(tensor)] = []
         weakref.finalize(tensor, SAVED.pop, id(tensor), None).atexit = False
@@ -114,11 +116,11 @@ class PendingReads:
         self._wholes = whole_storages()
 
     def _note_held(self, recording: Recording) -> None:
-        for node in recording.nodes:
-            for found in arguments_from_outside(node):
-                self._note(found, recording).times += 1
+        for kernel in recording.kernels:
+            for external in kernel.externals():
+                self._note(external, recording).times += 1
 
-    def _note(self, found: Outside, recording: Recording | None) -> _Held:
+    def _note(self, found: External, recording: Recording | None) -> _Held:
         held = self._held.setdefault(id(storage_of(found.tensor)), {})
         return held.setdefault(id(found), _Held(found, recording))
 
@@ -128,7 +130,7 @@ class PendingReads:
             return
         # more than it will replay, where a replay of the segment around it has made a part
         scheduled = schedule(outermost.backwards(), goals_of(waiting), ())
-        arguments = (found for node, _ in scheduled for found in arguments_from_outside(node))
+        arguments = (external for kernel, _ in scheduled for external in kernel.externals())
         reader = weakref.ref(segment)
         for storage in {id(storage_of(a.tensor)) for a in arguments if a.geometry is None}:
             self._readers.setdefault(storage, []).append(reader)

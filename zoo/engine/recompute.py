@@ -17,8 +17,9 @@ Under `torch.compile` torch's own checkpoint takes over; under `torch.func` the 
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -26,6 +27,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from zoo._torch import (
+    Args,
+    Kwargs,
     are_functorch_transforms_active,
     are_saved_tensors_hooks_enabled,
     compile_time,
@@ -36,11 +39,13 @@ from zoo._torch import (
     watch_hooks_of_saved_tensors,
 )
 from zoo.engine.compiled_segments import check_graph_of
-from zoo.engine.recording import Recorder, Segment, thread
+from zoo.engine.recorder import Recorder
 from zoo.engine.saved_tensors import pack, prune, refuse_hooks, unpack
+from zoo.engine.segments import Segment, thread
 from zoo.errors import ArgumentError, RecomputeError
 
-Function = Callable[..., Any]
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
 HOOKS = saved_tensors_hooks(pack, unpack)
 
 
@@ -61,7 +66,7 @@ def _resume_hooks() -> None:
         saved_tensors_hooks(*hooks).__enter__()
 
 
-def _is_of_zoo(function: Any) -> bool:
+def _is_of_zoo(function: object) -> bool:
     # or what logs a step around it
     return function is pack or str(getattr(function, "__module__", "")).startswith("zoo.")
 
@@ -69,7 +74,9 @@ def _is_of_zoo(function: Any) -> bool:
 watch_hooks_of_saved_tensors(_pause_hooks, _resume_hooks, refuse_hooks)
 
 
-def recompute(function: Function, *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
+def recompute(
+    function: Callable[..., T], *args: Any, use_reentrant: bool = False, **kwargs: Any
+) -> T:
     """Calls `function(*args, **kwargs)` without keeping what it saves for the backward.
 
     A drop-in for `torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)` that is
@@ -93,16 +100,16 @@ def recompute(function: Function, *args: Any, use_reentrant: bool = False, **kwa
     return segment().run(function, *args, **kwargs)
 
 
-def _recompute_compiled(function: Function, args: Any, kwargs: Any) -> Any:
+def _recompute_compiled(function: Callable[..., T], args: Args, kwargs: Kwargs) -> T:
     if not torch.compiler.is_compiling():
         return uncompiled(recompute)(function, *args, **kwargs)
     try:
         return run_compiled_segment(function, *args, **kwargs)
-    except Never:
+    except NeverRaised:
         raise
 
 
-class Never(Exception):
+class NeverRaised(Exception):
     """Is never raised.
 
     A frame with a `try` is compiled whole or not at all. Otherwise a segment that cannot be
@@ -110,7 +117,7 @@ class Never(Exception):
     """
 
 
-def run_compiled_segment(function: Function, *args: Any, **kwargs: Any) -> Any:
+def run_compiled_segment(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Calls a function as a segment of a graph, in a frame that is compiled whole.
 
     Raises:
@@ -122,7 +129,7 @@ def run_compiled_segment(function: Function, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 
 
-def _compiled_only(function: Function, *args: Any, **kwargs: Any) -> Any:
+def _compiled_only(function: Callable[..., T], *args: object, **kwargs: object) -> T:
     if not torch.compiler.is_compiling():
         raise RecomputeError(
             "torch.compile did not compile a segment and runs it by torch's checkpoint, which is "
@@ -131,13 +138,23 @@ def _compiled_only(function: Function, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def uncompiled(function: Function) -> Function:
+def uncompiled(function: F) -> F:
     """Returns a function that runs as it is where the compiler gave up the frame that calls it."""
-    return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]
+
+
+class _Recorders(threading.local):
+    """The mode that records on this thread, of one segment after the other."""
+
+    def __init__(self) -> None:
+        self.mode = Recorder()
+
+
+recorders = _Recorders()
 
 
 class segment:
-    """Has what the block saves for the backward replayed there, in place of keeping it.
+    """Replays what the block saves for the backward there, in place of keeping it.
 
     A user's own hooks for saved tensors around the block get each tensor as in the baseline, and
     keep what they return.
@@ -148,7 +165,7 @@ class segment:
     def __init__(self) -> None:
         self.part: Segment | None = None
 
-    def run(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+    def run(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
         """Calls a function; whatever interrupts it, and where, the thread is left as it was."""
         try:
             with self:
@@ -165,10 +182,8 @@ class segment:
             return
         self.part = part = Segment(thread.segment)
         if part.parent is None:
-            if thread.recorder is None:
-                thread.recorder = Recorder(None)
-            thread.recorder.recording = part.recording
-            thread.recorder.__enter__()  # type: ignore[no-untyped-call]
+            recorders.mode.recording = part.recording
+            recorders.mode.__enter__()
             HOOKS.__enter__()
         thread.segment = part
 
@@ -183,18 +198,16 @@ class segment:
         thread.segment, part.end = part.parent, part.recording.count
         if part.parent is None:
             leave_hooks()
-            recorder = thread.recorder
-            if recorder in dispatch_modes():
-                recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call, union-attr]
-            if recorder is not None:
-                recorder.recording = None
+            if recorders.mode in dispatch_modes():
+                recorders.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            recorders.mode.recording = None
         self.part = None
         if part.parent is None:
             prune(part)
 
 
 def is_packing() -> bool:
-    """Says whether what autograd saves on this thread is packed here."""
+    """Returns whether what autograd saves on this thread is packed here."""
     hooks = top_saved_tensors_hooks(False)
     return hooks is not None and _is_of_zoo(hooks[0])
 
@@ -207,7 +220,7 @@ def leave_hooks() -> None:
 
 
 def records() -> bool:
-    """Says whether a block that runs now saves something that can be replayed.
+    """Returns whether a block that runs now saves something that can be replayed.
 
     Under torch.func, forward-mode derivatives and tracers a function just runs.
     """
@@ -221,8 +234,8 @@ def records() -> bool:
 
 
 @contextlib.contextmanager
-def observed(observer: Callable[[], Any]) -> Iterator[None]:
-    """Asks inside the block where each kernel was called; in its replay `thread.origin` says it."""
+def observed(observer: Callable[[], object]) -> Iterator[None]:
+    """Notes inside the block where each kernel was called: `thread.origin` in its replay."""
     earlier, thread.observer = thread.observer, observer
     try:
         yield

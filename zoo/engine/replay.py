@@ -1,8 +1,7 @@
 """Replays recorded kernels: from the last to the first for what is needed, then forwards.
 
 Only those are called that a living handle needs, on scratch memory, and each result is dropped
-after its last reader, so that a replay holds what the backward is about to take and little more. A
-node is one of the recording, never one of autograd's graph.
+after its last reader, so that a replay holds what the backward is about to take and little more.
 """
 
 import contextlib
@@ -31,88 +30,64 @@ from zoo._torch import (
 )
 from zoo.engine.devices import SetAsideState, draw_as
 from zoo.engine.kernel_settings import read_settings, write_settings
-from zoo.engine.operands import (
-    REFERENCES,
-    Geometry,
-    Listed,
-    Outside,
-    Reference,
-    Sparse,
-    Value,
-    View,
-    Write,
-)
-from zoo.engine.recording import Node, flat, thread
+from zoo.engine.operands import REFERENCES, External, Reference, Value, View
+from zoo.engine.operator_effects import flat
+from zoo.engine.recording import RecordedKernel
+from zoo.engine.segments import Scheduled, thread
+from zoo.engine.tensor_state import Geometry
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-# a node to replay, and the values that nobody reads after it
-Scheduled = tuple[Node, Sequence[Value]]
 
 
-def schedule(nodes: Iterable[Node], wanted: set[Value], given: Container[Value]) -> list[Scheduled]:
+def schedule(
+    kernels: Iterable[RecordedKernel], wanted: set[Value], given: Container[Value]
+) -> list[Scheduled]:
     """Returns what must be replayed to make the wanted values, in order.
 
-    `nodes` come the last one first; `given` are values that are there, and stay.
+    `kernels` come the last one first; `given` are values that are there, and stay.
     """
     needed = {value for value in wanted if value not in given}
     if not needed:
         return []
     read = {*wanted}
-    found: list[Scheduled] = []
+    scheduled: list[Scheduled] = []
     # those that must run for the random streams that they leave
-    drawing: set[Node] = set()
-    for node in nodes:
-        if needed.isdisjoint(node.results) and node not in drawing:
+    drawing: set[RecordedKernel] = set()
+    for kernel in kernels:
+        if needed.isdisjoint(kernel.results) and kernel not in drawing:
             continue
-        needed.difference_update(node.results)
-        drawing.discard(node)
-        drawing.update(node.follows)
-        drops = [value for value in node.results if value not in read]
-        for value in node.reads:
+        needed.difference_update(kernel.results)
+        drawing.discard(kernel)
+        drawing.update(kernel.follows)
+        drops = [value for value in kernel.results if value not in read]
+        for value in kernel.reads:
             if value not in read:
                 read.add(value)
                 if value not in given:
                     drops.append(value)
                     needed.add(value)
-        found.append((node, drops or ()))
+        scheduled.append((kernel, drops or ()))
         if not needed and not drawing:
             break
-    found.reverse()
-    return found
+    scheduled.reverse()
+    return scheduled
 
 
-def outside_of(found: Iterable[Scheduled]) -> Iterator[Tensor]:
-    """Yields the tensors from outside that scheduled nodes read as they are now."""
-    for node, _ in found:
-        for outside in arguments_from_outside(node):
-            if outside.geometry is None:
-                yield outside.tensor
+def external_tensors(scheduled: Iterable[Scheduled]) -> Iterator[Tensor]:
+    """Yields the external tensors that scheduled kernels read as they are now."""
+    for kernel, _ in scheduled:
+        for external in kernel.externals():
+            if external.geometry is None:
+                yield external.tensor
 
 
-def arguments_from_outside(node: Node) -> Iterator[Outside]:
-    """Yields what stands for tensors from outside among the arguments of a node, as often."""
-    references = [*node.args, *(node.kwargs or {}).values()]
-    while references:
-        value = references.pop()
-        kind = type(value)
-        if kind is Listed:
-            references += value.parts
-        elif kind is Write:
-            references.append(value.target)
-        elif kind is Sparse:
-            yield value
-            references += value.parts
-        elif kind is Outside:
-            yield value
-
-
-def replay(found: Iterable[Scheduled]) -> None:
-    """Calls the operators of scheduled nodes again; what they make lies in `made` of its value."""
+def replay(scheduled: Iterable[Scheduled]) -> None:
+    """Calls scheduled kernels again; what they make is the `replayed` tensor of its value."""
     changed = Changes()
     try:
         with DisableAutocast(), BelowAutograd():
-            _run(found, changed)
+            _run(scheduled, changed)
     finally:
         # once more, where an interrupt has cut it short
         changed.restore()
@@ -139,20 +114,20 @@ class Changes:
         self.are_restored = True
 
 
-def _run(found: Iterable[Scheduled], changed: Changes) -> None:
+def _run(scheduled: Iterable[Scheduled], changed: Changes) -> None:
     try:
         set_grad_enabled(True)
         present = read_settings()
-        for node, drops in found:
-            if node.settings is not present:
-                if node.settings != present:
-                    write_settings(node.settings, changed.settings)
-                present = node.settings
-            if node.draws:
-                draw_as(node.draws, changed.streams)
-            if node.origin is not None:
-                thread.origin = node.origin
-            _call(node, drops)
+        for kernel, drops in scheduled:
+            if kernel.settings is not present:
+                if kernel.settings != present:
+                    write_settings(kernel.settings, changed.settings)
+                present = kernel.settings
+            if kernel.draws:
+                draw_as(kernel.draws, changed.streams)
+            if kernel.origin is not None:
+                thread.origin = kernel.origin
+            _call(kernel, drops)
     finally:
         changed.restore()
 
@@ -181,62 +156,63 @@ def without_modes(
         set_function_state(before)
 
 
-def _call(node: Node, drops: Sequence[Value]) -> None:
-    """Calls the operator of a node, on scratch memory where it writes an argument."""
+def _call(kernel: RecordedKernel, drops: Sequence[Value]) -> None:
+    """Calls a kernel again, on scratch memory where it writes an argument."""
     # values whose storage is a copy during the call, and what they were
     before: list[tuple[Value, Tensor]] = []
-    for write in node.writes:
+    for write in kernel.writes:
         write.scratch = _scratch(write.target, drops, before)
     # most are values, and calls are what a replay costs
     args = [
-        (made if (made := value.made) is not None else value.now())
+        (made if (made := value.replayed) is not None else value.resolve())
         if type(value) is Value
-        else (value.now() if type(value) in REFERENCES else value)
-        for value in node.args
+        else (value.resolve() if type(value) in REFERENCES else value)
+        for value in kernel.args
     ]
-    if node.kwargs is None:
-        out = node.kernel(*args)
+    if kernel.kwargs is None:
+        out = kernel.function(*args)
     else:
-        given = node.kwargs.items()
-        out = node.kernel(*args, **{n: v.now() if type(v) in REFERENCES else v for n, v in given})
+        named = kernel.kwargs.items()
+        kwargs = {n: v.resolve() if type(v) in REFERENCES else v for n, v in named}
+        out = kernel.function(*args, **kwargs)
     for written, tensor in before:
-        written.made = tensor
+        written.replayed = tensor
     parts = (out,) if isinstance(out, Tensor) else flat(out)
     # of a kernel that only writes the results are its arguments
-    for value, tensor in zip(node.outs, parts, strict=False):
+    for value, tensor in zip(kernel.outs, parts, strict=False):
         if value is not None:
-            value.made = tensor
+            value.replayed = tensor
             if value.trains:
                 tensor.requires_grad_()
-    for write in node.writes:
+    for write in kernel.writes:
         if write.after is not None and write.scratch is not None:
             write.after.take(write.scratch)
         write.scratch = None
     for value in drops:
-        value.made = None
+        value.replayed = None
 
 
 def _scratch(
-    target: Reference | Outside, drops: Sequence[Value], before: list[tuple[Value, Tensor]]
+    target: Reference | External, drops: Sequence[Value], before: list[tuple[Value, Tensor]]
 ) -> Tensor:
     """Returns a tensor that a kernel may write: in a copy where the value is read later.
 
     All arguments of a call that lie in one storage share its copy, as a kernel may write two views
     of it, or read what it wrote; `before` takes the value with what it was.
     """
-    if isinstance(target, Outside):
-        return _copy(target.now())
+    if isinstance(target, External):
+        return _copy(target.resolve())
     value = target.value
     if type(target) is View:
         target.make_room()
     if value not in drops and all(value is not other for other, _ in before):
-        made = value.now()
+        made = value.resolve()
         before.append((value, made))
-        value.made = _copy(made)
+        value.replayed = _copy(made)
     if type(target) is View:
         # a view of what requires a gradient gets a history when it is written
-        value.now().requires_grad_(False)
-    return target.now()
+        value.resolve().requires_grad_(False)
+    return target.resolve()
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -245,5 +221,5 @@ def _copy(tensor: Tensor) -> Tensor:
         numbers = tensor.untyped_storage().nbytes() // tensor.itemsize
         whole = tensor.new_empty(numbers)
         return whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-    storage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
+    storage = tensor.untyped_storage().clone()
     return Geometry(tensor).of_storage(storage, tensor.device)

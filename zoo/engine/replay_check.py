@@ -66,7 +66,7 @@ class ReplayCheck:
         self._lock = threading.Lock()
 
     def compare(self, compared: list[SampleComparison]) -> None:
-        """Has a device compare what a segment replayed there; waits for nothing."""
+        """Compares what a segment replayed on a device there; waits for nothing."""
         by_device: dict[torch.device, list[SampleComparison]] = {}
         for one in compared:
             by_device.setdefault(one.replayed.device, []).append(one)
@@ -133,7 +133,7 @@ CHECKS: list[ReplayCheck] = []
 
 @contextlib.contextmanager
 def checking(every: int | None = None) -> Iterator[ReplayCheck]:
-    """Has replays be compared in the block, and yields their flags, which nobody has read yet."""
+    """Compares replays in the block, and yields their flags, which are yet to be read."""
     check = ReplayCheck(every)
     CHECKS.append(check)
     try:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zoo.engine.recording import storage_of
+from zoo.engine.tensor_state import storage_of
 
 
 def freed_modules(tensors: Iterable[Tensor]) -> list[Any]:
@@ -55,7 +55,7 @@ def _whole_parameters(module: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def is_spread(tensor: Tensor) -> bool:
-    """Says whether a tensor is spread over processes (DTensor)."""
+    """Returns whether a tensor is spread over processes (DTensor)."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

@@ -137,7 +137,7 @@ def limited(size: int | None, device: str) -> Iterator[None]:
 
 
 def ran_out(error: BaseException, limit: int | None = None) -> bool:
-    """Says whether an error, or a cause of it, means that memory ran out."""
+    """Returns whether an error, or a cause of it, means that memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     words = WORDS if limit is None else LIMITED_WORDS

@@ -75,7 +75,7 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
         with self.autocast:
             loss = self._loss(batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         return loss.detach()
 

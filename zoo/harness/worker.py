@@ -20,7 +20,7 @@ from zoo.api.plan import planner_for
 from zoo.api.track import track
 from zoo.catalog import create
 from zoo.engine.devices import synchronize
-from zoo.engine.recording import KernelMode
+from zoo.engine.recorder import KernelMode
 from zoo.errors import ZooError, in_a_line
 from zoo.harness.comparison_cells import Cell, Kind
 from zoo.harness.data import Batch, batches
@@ -139,7 +139,7 @@ def _steps(training: Training, cell: Cell, batch: Batch) -> Result:
             lines.setdefault(line, []).append(number)
         found: Result = {
             "steps": {
-                "names": planner.names,
+                "names": planner.outline.names,
                 "blocks": planner.costs.blocks[steps],
                 "saved": planner.costs.newly_saved()[steps],
                 "lines": lines,
@@ -228,6 +228,6 @@ class _FirstKernel(BaseException):
     """Ends a forward at its first kernel."""
 
 
-class _StopsAtKernel(KernelMode):  # type: ignore[no-untyped-call]
+class _StopsAtKernel(KernelMode):
     def __torch_dispatch__(self, *_: Any) -> Any:
         raise _FirstKernel

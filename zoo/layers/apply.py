@@ -5,14 +5,15 @@ of its own, such as a chunk of tokens, becomes a block by this one.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
+
+from zoo._torch import PyTree
 
 
 class Apply(nn.Module):
     """Applies a function to inputs; it has no parameters."""
 
-    def forward(self, function: Callable[..., Any], *inputs: Any) -> Any:
+    def forward(self, function: Callable[..., PyTree], *inputs: PyTree) -> PyTree:
         """Calls the function."""
         return function(*inputs)

@@ -169,7 +169,7 @@ class _InplaceLoss(torch.autograd.Function):
         return _widened(logits.new_zeros(()))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (targets, logits) = gradients, ctx.saved_tensors
         if not is_first_order(gradient):  # by operations that autograd can differentiate
             return _gradient(_log_softmax(logits), targets, gradient).to(logits.dtype), None
@@ -216,7 +216,7 @@ class _FusedLoss(torch.autograd.Function):
         return torch.stack(losses).sum()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (for_hidden,) = gradients, ctx.saved_tensors
         if not is_first_order(gradient):
             raise ArgumentError(
@@ -249,12 +249,13 @@ def _summed_loss(logits: Tensor, targets: Tensor, replace_logits: bool = False) 
     return F.nll_loss(torch.cat(picked), words, ignore_index=IGNORED, reduction="sum")
 
 
-def _gradient(logarithms: Tensor, targets: Tensor, gradient: Tensor) -> Any:
+def _gradient(logarithms: Tensor, targets: Tensor, gradient: Tensor) -> Tensor:
     """Returns the gradient of the logits from that of the summed loss."""
     unused = logarithms.new_zeros(())  # the number of targets, which a mean would need
     aten: Any = torch.ops.aten
     of_logs = aten.nll_loss_backward(gradient, logarithms, targets, None, SUM, IGNORED, unused)
-    return aten._log_softmax_backward_data(of_logs, logarithms, 1, logarithms.dtype)
+    of_logits: Tensor = aten._log_softmax_backward_data(of_logs, logarithms, 1, logarithms.dtype)
+    return of_logits
 
 
 def _parts(rows: int) -> Iterator[slice]:

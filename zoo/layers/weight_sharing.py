@@ -36,25 +36,22 @@ from zoo._torch import (
 )
 from zoo.layers.module_hooks import GLOBAL_HOOKS, is_hooked
 
-# the id of the current backward where autograd's engine runs none: the planner does, once
-NO_ENGINE = -1
-
 
 def is_eager() -> bool:
-    """Says whether no compiler, tracer, `torch.func` or forward-mode derivative is at work."""
+    """Returns whether no compiler, tracer, `torch.func` or forward-mode derivative is at work."""
     is_transformed = are_functorch_transforms_active() or forward_ad._current_level >= 0
     return not (torch.compiler.is_compiling() or is_tracing() or is_transformed)
 
 
 def is_first_order(gradient: Tensor) -> bool:
-    """Says whether the backward of this gradient is neither differentiated nor batched."""
+    """Returns whether the backward of this gradient is neither differentiated nor batched."""
     is_batched = is_legacy_batched(gradient) or are_functorch_transforms_active()
     return not torch.is_grad_enabled() and not is_batched
 
 
 def is_last_backward() -> bool:
-    """Says whether the current backward frees its graph, so that no other can follow."""
-    return current_backward() == NO_ENGINE or not is_graph_kept()
+    """Returns whether the current backward frees its graph, so that no other can follow."""
+    return not is_graph_kept()
 
 
 class SharedWeight:
@@ -122,7 +119,7 @@ class Total:
         if not is_first_order(gradient):
             return make()
         backward, (token, _) = current_backward(), ctx.next_functions[0]
-        if backward != NO_ENGINE and not will_run(token):
+        if not will_run(token):
             return None  # `autograd.grad` for other inputs
         if backward in self.sums:
             add(self.sums[backward])
@@ -141,7 +138,7 @@ class _Token(torch.autograd.Function):
         return weight.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> Any:
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         return ctx.total.sums.pop(current_backward(), None), None
 
 
@@ -157,7 +154,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (weight, x) = gradients, ctx.saved_tensors
         for_weight = ctx.total.add(
             ctx, gradient, lambda: gradient.t() @ x, lambda total: total.addmm_(gradient.t(), x)
@@ -177,7 +174,7 @@ class _Lookup(torch.autograd.Function):
         return F.embedding(tokens, weight)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (tokens,) = gradients, ctx.saved_tensors
         make = functools.partial(_row_sums, gradient, tokens, ctx.rows)
         add = functools.partial(_add_rows, gradient, tokens.flatten())
@@ -203,10 +200,8 @@ def _row_sums(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:
 
 
 def _is_unmodified(module: nn.Module) -> bool:
-    """Says whether calling a module does only its class's forward, but for zoo's global hooks."""
-    hooks = (hook for registry in GLOBAL_HOOKS for hook in registry.values())
-    is_foreign = any(not str(getattr(hook, "__module__", "")).startswith("zoo.") for hook in hooks)
+    """Returns whether calling a module does only its class's forward."""
     # a plan in force marks where blocks begin and end
     forward = vars(module).get("forward")
     has_forward = forward is not None and not getattr(forward, "only_marks", False)
-    return not (is_hooked(module) or has_forward or is_foreign)
+    return not (is_hooked(module) or has_forward or any(GLOBAL_HOOKS))

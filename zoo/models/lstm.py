@@ -18,7 +18,7 @@ embedding would each save all of it.
 from collections.abc import Callable
 from functools import partial
 from math import ceil, isqrt
-from typing import ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,7 @@ from zoo.layers.language_head import HEADS, ChunkedLoss, Head, choose_chunk_toke
 from zoo.layers.weight_sharing import SharedWeight
 from zoo.models.model import Model
 
-State = tuple[Tensor, ...]
-Carried = Tensor | State
+State = Tensor | tuple[Tensor, ...]
 
 # under autocast oneDNN's LSTM takes no float16, and bfloat16 on processors with AVX-512 alone
 _HAS_BFLOAT16 = HAS_MKLDNN and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -48,10 +47,9 @@ class WordLanguageModel(Model):
     "plain" or "fused".
 
     `chunk_steps` is the length of a chunk of time; `chunk_tokens` tokens are decoded at a time.
-    None, for either, chooses by the shape of each input, the same with and without a plan: about
-    sqrt(T) steps, and so many tokens that their logits take no more than the activations of a chunk
-    of time (`layers.language_head.choose_chunk_tokens`). Other `chunk_steps` sum the weights'
-    gradients in another order: equal up to rounding.
+    None, for either, chooses by the shape of each input: about sqrt(T) steps, and so many tokens
+    that their logits take no more than the activations of a chunk of time. Other `chunk_steps` sum
+    the weights' gradients in another order: equal up to rounding.
 
     Embedding and decoder are drawn from (-0.1, 0.1), the decoder's bias is zero, as in torch's
     example; the layers are torch's own.
@@ -62,7 +60,6 @@ class WordLanguageModel(Model):
     """
 
     recurrent: ClassVar[type[nn.LSTM] | type[nn.GRU]]
-    carries: ClassVar[tuple[str, ...]]
     block_patterns: ClassVar = ("chunk", "loss.chunk")
 
     def __init__(
@@ -100,24 +97,22 @@ class WordLanguageModel(Model):
         nn.init.zeros_(self.decoder.bias)
         if tied:
             self.decoder.weight = self.embedding.weight
-        self.chunk, self.loss = Apply(), ChunkedLoss()
-        self.hidden = hidden
+        self.chunk, self.loss, self.hidden = Apply(), ChunkedLoss(), hidden
 
     def forward(
-        self, tokens: Tensor, state: Carried | None = None, targets: Tensor | None = None
-    ) -> tuple[Tensor, Carried]:
+        self, tokens: Tensor, state: State | None = None, targets: Tensor | None = None
+    ) -> tuple[Tensor, State]:
         """Returns the logits (T, N, V), or with targets the mean loss (), and the state after."""
         vocabulary, weight = self.embedding.num_embeddings, self.embedding.weight
         check_tokens(self.name, tokens, targets, "TN", vocabulary=vocabulary)
-        length, batch = tokens.shape
-        chunk_steps = self.chunk_steps or _choose_chunk_steps(length)
-        words, carried = SharedWeight(weight), self._begin(state, batch)
+        chunk_steps = self.chunk_steps or _choose_chunk_steps(len(tokens))
+        words, carried = SharedWeight(weight), self._begin(state, tokens.shape[1])
         run = partial(self.chunk, self.recur, words.embedding(self.embedding), carried)
         chunks = torch.split(tokens, chunk_steps)
         if targets is None:
             result = self.decoder(torch.cat([*map(run, chunks)]))
         else:
-            head = self._head(words, min(chunk_steps, length) * batch)
+            head = self._head(words, chunks[0].numel())
             total = weight.new_zeros((), dtype=torch.promote_types(weight.dtype, torch.float32))
             if head.chunk_tokens is None:
                 total = self.loss(total, head, torch.cat([*map(run, chunks)]), targets)
@@ -125,45 +120,43 @@ class WordLanguageModel(Model):
                 for chunk, wanted in zip(chunks, torch.split(targets, chunk_steps), strict=True):
                     total = self.loss(total, head, run(chunk), wanted)
             result = total / (targets != IGNORED).sum()
-        after = tuple(map(torch.cat, zip(*carried, strict=True)))
-        return result, after if len(after) > 1 else after[0]
+        if self.recurrent is nn.GRU:
+            return result, torch.cat(carried)
+        return result, tuple(map(torch.cat, zip(*carried, strict=True)))
 
     def recur(
-        self, embedding: Callable[[Tensor], Tensor], carried: list[State], tokens: Tensor
-    ) -> Tensor:
+        self, embedding: Callable[[Tensor], Tensor], carried: list[Any], tokens: Tensor
+    ) -> Any:
         """Runs a chunk of time: tokens (t, N) -> x (t, N, hidden), and carries the states on."""
         x = self.dropout(embedding(tokens))
         for number, layer in enumerate(self.layers):
-            inputs = x, *carried[number]
-            x, *state = _cast(inputs) if self.recurrent is nn.LSTM else inputs
-            x, after = layer(x, tuple(state) if len(state) > 1 else state[0])
-            carried[number] = (after,) if isinstance(after, Tensor) else after
+            x, carried[number] = layer(*_cast(layer, x, carried[number]))
             x = self.dropout(x)
-        return cast(Tensor, x)
+        return x
 
     @staticmethod
-    def detach(state: Carried) -> Carried:
+    def detach(state: State) -> State:
         """Returns the same state without its graph: the next batch's backward ends there."""
-        if isinstance(state, Tensor):
-            return state.detach()
-        return tuple(tensor.detach() for tensor in state)
+        return state.detach() if isinstance(state, Tensor) else tuple(map(Tensor.detach, state))
 
-    def _begin(self, state: Carried | None, batch: int) -> list[State]:
-        """Returns each layer's hidden and cell (1, N, hidden); zeros where there is no state."""
+    def _begin(self, state: State | None, batch: int) -> list[Any]:
+        """Returns the state of each layer (1, N, hidden); zeros where there is none."""
+        names = ["hidden"] if self.recurrent is nn.GRU else ["hidden", "cell"]
         shape = (len(self.layers), batch, self.hidden)
         tensors = (state,) if isinstance(state, Tensor) else tuple(state or ())
-        tensors = tensors or (self.embedding.weight.new_zeros(shape),) * len(self.carries)
+        tensors = tensors or (self.embedding.weight.new_zeros(shape),) * len(names)
         got = [None if tensor is None else (*tensor.shape,) for tensor in tensors]
-        if got != [shape] * len(self.carries):
+        if got != [shape] * len(names):
             raise InputError(
-                f"{self.name} takes as state {' and '.join(self.carries)} of {shape} for {batch} "
-                f"texts; got {got}. Pass what the last batch returned, or None to begin with zeros"
+                f"{self.name} takes as state {' and '.join(names)} of {shape} for {batch} texts; "
+                f"got {got}. Pass what the last batch returned, or None to begin with zeros"
             )
-        return [*zip(*(torch.split(tensor, 1) for tensor in tensors), strict=True)]
+        layers = [torch.split(tensor, 1) for tensor in tensors]
+        return [*layers[0]] if self.recurrent is nn.GRU else [*zip(*layers, strict=True)]
 
     def _head(self, words: SharedWeight, tokens: int) -> Head:
         """Makes the head of a forward in which a chunk of time has so many tokens."""
-        vocabulary, width = self.embedding.num_embeddings, len(self.layers) * self.hidden
+        vocabulary, width = len(self.embedding.weight), len(self.layers) * self.hidden
         chunk = self.chunk_tokens or choose_chunk_tokens(tokens, width, vocabulary)
         is_tied = self.decoder.weight is self.embedding.weight
         weight = words if is_tied else SharedWeight(self.decoder.weight)
@@ -171,10 +164,9 @@ class WordLanguageModel(Model):
 
 
 def _choose_chunk_steps(length: int) -> int:
-    """Returns about sqrt(length), or 8 where that is more, such that chunks are about as long.
+    """Returns about sqrt(length), at least 8, such that all chunks are about as long.
 
-    All chunks' states are held beside one chunk's activations, so their sum is least where neither
-    is much larger. The number of chunks is what planning takes.
+    All chunks' states are held beside the activations of one: little, if neither is much larger.
 
         length          1   8   9  35  100  200  1000
         chunk_steps     1   8   5   7   10   14    31
@@ -183,34 +175,26 @@ def _choose_chunk_steps(length: int) -> int:
     return ceil(length / chunks)
 
 
-def _cast(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _cast(layer: nn.Module, x: Tensor, state: State) -> tuple[Tensor, State]:
     """Casts an LSTM's inputs under autocast where oneDNN has no kernel of that type.
 
     torch chooses oneDNN for float32 and casts later, which ends in "could not create a primitive
     descriptor". For inputs of autocast's type it chooses its own kernel.
     """
     dtype = torch.get_autocast_dtype("cpu")
-    has_kernel = dtype is torch.bfloat16 and _HAS_BFLOAT16
-    if has_kernel or not torch.is_autocast_enabled("cpu") or inputs[0].device.type != "cpu":
-        return inputs
-    return tuple(tensor.to(dtype) for tensor in inputs)
+    has_kernel = not isinstance(layer, nn.LSTM) or (dtype is torch.bfloat16 and _HAS_BFLOAT16)
+    if has_kernel or not torch.is_autocast_enabled("cpu") or x.device.type != "cpu":
+        return x, state
+    return x.to(dtype), tuple(tensor.to(dtype) for tensor in state)
 
 
 class LSTMLanguageModel(WordLanguageModel):
-    """LSTM language model: tokens (T, N), (hidden, cell) -> logits (T, N, V), (hidden, cell).
-
-    See `WordLanguageModel`.
-    """
+    """LSTM language model: tokens (T, N), (hidden, cell) -> logits (T, N, V), (hidden, cell)."""
 
     recurrent = nn.LSTM
-    carries = ("hidden", "cell")
 
 
 class GRULanguageModel(WordLanguageModel):
-    """GRU language model: tokens (T, N), hidden -> logits (T, N, V), hidden.
-
-    See `WordLanguageModel`.
-    """
+    """GRU language model: tokens (T, N), hidden -> logits (T, N, V), hidden."""
 
     recurrent = nn.GRU
-    carries = ("hidden",)

@@ -14,6 +14,7 @@ a hook may look at all gradients before the step, `step()` updates all. What wou
 than `backward(); step(); zero_grad()` is refused by an error.
 """
 
+import contextlib
 import functools
 import logging
 import threading
@@ -28,7 +29,11 @@ from torch.optim import Optimizer
 
 from zoo._torch import (
     HOOKS_OF_ALL_STEPS,
+    Args,
     DisableAutocast,
+    Kwargs,
+    Operator,
+    PyTree,
     current_backward,
     pytree,
     queue_callback,
@@ -95,13 +100,13 @@ class FreedGradient(Tensor):
         return found.to_sparse(self._sparse_axes) if self._sparse_axes else found
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """Says what it is, without numbers."""
+        """Returns shape and dtype, without numbers."""
         return f"FreedGradient({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: Operator, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
         """Refuses every kernel but zeros, and `detach`, which returns the same object."""
         if func is torch.ops.aten.detach.default:
             return args[0]
@@ -115,7 +120,7 @@ class FreedGradient(Tensor):
         )
 
     @classmethod
-    def _write_zeros(cls, func: Any, args: Any) -> Any:
+    def _write_zeros(cls, func: Operator, args: Args) -> PyTree:
         gradients = pytree.tree_leaves(args)
         marks = [gradient for gradient in gradients if isinstance(gradient, cls)]
         for mark in marks:
@@ -132,12 +137,14 @@ class FreedGradient(Tensor):
 # what `zero_grad(set_to_none=False)` calls
 ZEROS = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 
+# called with each parameter whose gradient a backward is about to use and free
+_observers: list[Callable[[Tensor], object]] = []
 # optimizers that step in the backward now
 _ATTACHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "OptimizerInBackward":
-    """Has `optimizer` update each parameter of `model` in the backward and free its gradient.
+    """Makes `optimizer` update each parameter of `model` in the backward and free its gradient.
 
         optimizer = torch.optim.AdamW(model.parameters())
         zoo.optimizer_in_backward(model, optimizer)
@@ -213,6 +220,19 @@ def attached_to(parameters: Iterable[Tensor]) -> Optimizer | None:
     return next((found for found in attached if trained <= set(_parameters(found))), None)
 
 
+@contextlib.contextmanager
+def observed_gradients(observe: Callable[[Tensor], object]) -> Iterator[None]:
+    """Calls a function with each parameter whose gradient is used and freed in the block, before.
+
+    Whatever the optimizer.
+    """
+    _observers.append(observe)
+    try:
+        yield
+    finally:
+        _observers.remove(observe)
+
+
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
@@ -230,7 +250,7 @@ class OptimizerInBackward:
         self.optimizer = optimizer
         # by id: to hold them would keep a model's frozen weights as long as the optimizer
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        # parameters updated since the last step, with what tells that nobody wrote them since
+        # parameters updated since the last step, and their versions then
         self._updated: dict[Tensor, list[Any]] = {}
         # parameters that this backward updates at its end
         self._waiting: dict[Tensor, None] = {}
@@ -293,7 +313,7 @@ class OptimizerInBackward:
             parameter.grad = None
 
     def remove(self) -> None:
-        """Has the optimizer step by itself again.
+        """Returns the step to the optimizer itself.
 
         Raises:
             OptimizerError: a backward raised, and `reset()` was not called.
@@ -335,6 +355,8 @@ class OptimizerInBackward:
                 self._step(parameter)
 
     def _step(self, parameter: Tensor) -> None:
+        for observe in _observers:
+            observe(parameter)
         self._is_stepping = True
         try:
             with torch.no_grad(), DisableAutocast():
@@ -345,7 +367,7 @@ class OptimizerInBackward:
         parameter.grad = FreedGradient(parameter, weakref.WeakMethod(self._before_zeros))
 
     def _versions(self, parameter: Tensor) -> list[Any]:
-        """Returns what is other where somebody has written a parameter or its state."""
+        """Returns what differs once a parameter or its state was written."""
         state = self.optimizer.state.get(parameter, {}).values()
         tensors = [(id(value), value._version) for value in state if isinstance(value, Tensor)]
         return [parameter._version, len(state), *tensors]
@@ -469,8 +491,8 @@ class OptimizerInBackward:
             f"Load weights and optimizer state from before it and call reset() of {HANDLE}"
         )
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Has the optimizer's own step find the gradients that no backward has used."""
+    def _before_step(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
+        """Gives the optimizer's own step the gradients that no backward has used."""
         if self._is_stepping:
             return
         if any(value is not None for value in (*args[1:], *kwargs.values())):
@@ -513,7 +535,7 @@ class OptimizerInBackward:
                 "step(); change it before the backward"
             )
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
         if self._is_stepping:
             return
         for parameter, mark in self._stepped.items():
@@ -576,7 +598,7 @@ def _check_wrappers(names: set[str]) -> None:
         )
 
 
-def _check_forward(model: nn.Module, args: Any) -> None:
+def _check_forward(model: nn.Module, args: object) -> None:
     """Refuses a forward whose gradients would not be the optimizer's, before any is made."""
     if DistributedDataParallel._active_ddp_module is not None:
         _check_wrappers({"DistributedDataParallel"})

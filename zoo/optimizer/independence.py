@@ -7,14 +7,15 @@ take the same steps with all parameters at once and with one at a time, bit for 
 
 import copy
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zoo._torch import TorchDispatchMode, pytree
-from zoo.engine.recording import storage_of
+from zoo._torch import Args, Kwargs, Operator, PyTree, TorchDispatchMode, pytree
+from zoo.engine.tensor_state import storage_of
 from zoo.errors import OptimizerError
 
 STEPS = 3
@@ -35,10 +36,11 @@ def _step(optimizer: Optimizer) -> None:
     step_of(optimizer)(optimizer)
 
 
-def step_of(optimizer: Optimizer) -> Any:
+def step_of(optimizer: Optimizer) -> Callable[[Optimizer], object]:
     """Returns the step of an optimizer's class, around which torch has wrapped its hooks."""
-    step: Any = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
+    step: Callable[[Optimizer], object] = type(optimizer).step
+    own: Callable[[Optimizer], object] = getattr(step, "__wrapped__", step)
+    return own if getattr(step, "hooked", False) else step
 
 
 def check_independent(optimizer: Optimizer) -> None:
@@ -110,7 +112,7 @@ def check_state(optimizer: Optimizer) -> None:
                 )
 
 
-class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Reads(TorchDispatchMode):
     """Sees whether a step of a twin reads the parameters of the optimizer itself."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -118,7 +120,9 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.storages = _storages(optimizer)
         self.nothing = True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
         """Runs a kernel and looks at its arguments."""
         for tensor in pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor) and id(storage_of(tensor)) in self.storages:

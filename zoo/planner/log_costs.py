@@ -1,4 +1,4 @@
-"""The costs of steps, from the log of a training step and the places at which it is cut.
+"""The costs of steps, from the log of a training step and the operators at which it is cut.
 
 Nothing is run. A step's forward is what happened between two cuts; its backward what the autograd
 nodes did that operators of this range had made, the latest first. Both are counted as if the step
@@ -328,7 +328,7 @@ class _Backward:
         events = steps.backward[number]
         ends = {e.storage: n for n, e in enumerate(events) if type(e) is Released}
         total = most = 0
-        for place, event in enumerate(events):
+        for position, event in enumerate(events):
             if type(event) is Allocated:
                 total += sizes[event.storage]
             elif type(event) is Freed:
@@ -336,7 +336,7 @@ class _Backward:
             elif type(event) is Released:
                 if (
                     not event.lives_on
-                    and ends[event.storage] == place
+                    and ends[event.storage] == position
                     and self._is_last(event.storage, number, is_alone)
                 ):
                     total -= sizes[event.storage]

@@ -13,7 +13,7 @@ from zoo.planner.plan import Item, Plan
 
 
 class SegmentsError(ArgumentError):
-    """Says that a model has fewer blocks than segments were asked for."""
+    """A model has fewer blocks than segments were asked for."""
 
 
 def segments(blocks: Sequence[int], count: int) -> Plan:

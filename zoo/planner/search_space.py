@@ -69,7 +69,7 @@ class Run(NamedTuple):
 
 
 class _TooLarge(Exception):
-    """Says that the rows of a search space name too many storages."""
+    """The rows of a search space name too many storages."""
 
 
 class SearchSpace:
@@ -391,7 +391,7 @@ class _Renaming:
         self.ones: dict[int, int] = {}
 
     def __call__(self, some: Iterable[int], others: Iterable[int]) -> bool:
-        """Says whether these storages, in order, are mapped to each other, or can be."""
+        """Returns whether these storages, in order, are mapped to each other, or can be."""
         return all(
             self.others.setdefault(one, other) == other and self.ones.setdefault(other, one) == one
             for one, other in zip(some, others, strict=True)

@@ -14,12 +14,11 @@ from fake tensors, seconds and kernel workspaces from real runs of each kind of 
 it, and so do the workspaces of cuBLAS, so that a budget limits `torch.cuda.max_memory_allocated`.
 """
 
-import copy
 import functools
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from operator import attrgetter
 from typing import Any
@@ -32,11 +31,11 @@ from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, BudgetError, Interrupted, needed, shortened
 from zoo.invocation import device_of, title_of
 from zoo.planner import schemes
-from zoo.planner.costs import Simulation, least_possible, simulate
+from zoo.planner.costs import Simulation, StepCosts, least_possible, simulate
 from zoo.planner.plan import Item, Plan, RoomyPlan, falling, thinned
 from zoo.policy.plan_report import FixedBytes, Frontier, PeakBytes, PlanReport, Point
 from zoo.profiling.caching_allocator import Rounding, rounding_of, with_rests
-from zoo.profiling.kernel_costs import KernelCosts, rated_device, rated_name
+from zoo.profiling.kernel_costs import Device, KernelCosts, rated_device, rated_name
 from zoo.profiling.log_profile import Outline, Profile
 from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerBytes, optimizer_bytes
 from zoo.profiling.peak_memory import resident_bytes
@@ -56,7 +55,6 @@ FEW_GAPS, GAPS = 1 / 32, 1 / 8
 MOST = 10
 # the deepest nesting of such a plan: with 150 levels single steps are recomputed 11,000 times
 DEEPEST = 64
-
 # of two plans for larger inputs the one has as many times the room of the other
 ROOMIER = 1.2
 
@@ -67,101 +65,142 @@ BUDGETS = (
 )
 
 
+@dataclass(frozen=True, eq=False)
 class BudgetPlanner:
-    """The costs of a model's steps, and its best plans."""
+    """A traced training step, the costs of its steps, and their best plans.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        outline: Outline,
-        inputs: Sequence[Tensor],
-        *,
-        optimizer: MakeOptimizer | OptimizerBytes | None = torch.optim.AdamW,
-        device: str | None = None,
-        optimizer_in_backward: bool = False,
-        accumulates: bool = False,
-        holds_outputs: bool = True,
-    ) -> None:
-        if any(map(is_spread, model.parameters())):
-            raise ArgumentError(
-                f"the parameters of {type(model).__name__} are spread over processes (DTensor), "
-                "and gathering them is not counted. Plan before the model is distributed, with "
-                "zoo.plan_rank, or choose checkpoint=True or a scheme"
-            )
-        if accumulates and optimizer_in_backward:
+    The options are those of `zoo.plan`. `counted` are the bytes of the optimizer and `kernels` what
+    each different kernel took, if they are known.
+    """
+
+    model: nn.Module
+    outline: Outline
+    inputs: Sequence[Tensor]
+    optimizer: MakeOptimizer | None = torch.optim.AdamW
+    device: str | None = None
+    optimizer_in_backward: bool = False
+    accumulates: bool = False
+    holds_outputs: bool = True
+    counted: OptimizerBytes | None = None
+    kernels: Sequence[KernelCosts | None] = ()
+
+    def __post_init__(self) -> None:
+        """Refuses options that exclude each other."""
+        if self.accumulates and self.optimizer_in_backward:
             raise ArgumentError(
                 "accumulates=True keeps gradients over several backwards, and an optimizer in the "
                 "backward uses and frees each in its own; leave out one of both"
             )
-        self.title = title_of(model, inputs)
-        self.outline, self.inputs = outline, inputs
-        self.names = outline.names
-        self.steps = len(outline)
-        self.make, self.parameters = optimizer, tuple(model.parameters())
-        self.model_device = device_of(model)
-        self.device = rated_device(device, self.model_device)
-        own = "cpu" if self.model_device.type == "meta" else self.model_device.type
-        self.made_for = (rated_name(str(device)) if self.device else name_of(own)) or own
-        self.accumulates, self.holds_outputs = accumulates, holds_outputs
-        self.splits_all = self.device is None and splits_all_blocks(self.model_device)
-        kind = self.device.kind if self.device is not None else self.model_device.type
-        self.rounding = rounding_of(kind, splits_all=self.splits_all)
-        if not isinstance(optimizer, OptimizerBytes):
-            optimizer = self._optimizer_bytes(optimizer_in_backward)
-        self.optimizer = optimizer
-        self.profile = Profile(model, outline, self.rounding)
-        self.fixed = _fixed_bytes(model, inputs, optimizer, self.profile, self.rounding)
-        self.kernels: Sequence[KernelCosts | None] = ()
-        self._count()
 
-    def measured(self) -> "BudgetPlanner":
+    def measured(self, *, timed: bool = True) -> "BudgetPlanner":
         """Returns a planner with measured kernels, unless its device is not here."""
-        is_here = self.device is None and self.model_device.type != "meta"
-        return self.changed(kernels=self.profile.kernels()) if is_here else self
+        return self.with_kernels(self.profile.kernels(timed=timed)) if self.is_here else self
+
+    def with_kernels(self, kernels: Sequence[KernelCosts | None]) -> "BudgetPlanner":
+        """Returns a planner of the same step whose kernels took this much."""
+        return replace(self, kernels=kernels, counted=self.optimizer_bytes)
 
     def in_backward(self) -> "BudgetPlanner":
         """Returns a planner for the same step with the optimizer in the backward."""
-        return self.changed(
-            optimizer=self._optimizer_bytes(in_backward=True),
-            fixed=replace(self.fixed, gradients=0, scratch=0),
+        return replace(self, optimizer_in_backward=True, counted=None)
+
+    @property
+    def steps(self) -> int:
+        """How many steps the model has; the loss, if it is known, comes behind them."""
+        return len(self.outline)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the kernels can be measured."""
+        return self.rated is None and self.model_device.type != "meta"
+
+    @property
+    def title(self) -> str:
+        """The model and its inputs."""
+        return title_of(self.model, self.inputs)
+
+    @property
+    def model_device(self) -> torch.device:
+        """The device that the model is on."""
+        return device_of(self.model)
+
+    @functools.cached_property
+    def rated(self) -> Device | None:
+        """The device whose peak rates were asked for; None for the model's own."""
+        return rated_device(self.device, self.model_device)
+
+    @property
+    def made_for(self) -> str:
+        """The device by its maker's name."""
+        own = "cpu" if self.model_device.type == "meta" else self.model_device.type
+        return (rated_name(str(self.device)) if self.rated else name_of(own)) or own
+
+    @functools.cached_property
+    def rounding(self) -> Rounding:
+        """How the device's allocator counts a storage."""
+        kind = self.model_device.type if self.rated is None else self.rated.kind
+        return rounding_of(kind, splits_all=self._splits_all)
+
+    @property
+    def _splits_all(self) -> bool:
+        return self.rated is None and splits_all_blocks(self.model_device)
+
+    @functools.cached_property
+    def optimizer_bytes(self) -> OptimizerBytes:
+        """The bytes of the optimizer."""
+        if self.counted is not None:
+            return self.counted
+        kind = None if self.rated is None else self.rated.kind
+        arguments = self.optimizer, self.model.parameters(), self.optimizer_in_backward
+        with shown("counting the optimizer's state"):
+            return optimizer_bytes(*arguments, kind, self.rounding)
+
+    @functools.cached_property
+    def profile(self) -> Profile:
+        """The log of the step, cut into steps."""
+        return Profile(self.model, self.outline, self.rounding)
+
+    @functools.cached_property
+    def fixed(self) -> FixedBytes:
+        """The bytes that no plan changes."""
+        resident = resident_bytes(self.model, inputs=self.inputs, rounding=self.rounding)
+        optimizer, profile = self.optimizer_bytes, self.profile
+        return FixedBytes(
+            parameters=resident.parameters,
+            buffers=resident.buffers,
+            gradients=0 if optimizer.updates is not None else profile.gradient_bytes,
+            inputs=resident.inputs + profile.constants,
+            optimizer=optimizer.state,
+            scratch=optimizer.step,
+            libraries=profile.held_by_libraries(self.rated, self.kernels),
         )
 
-    def _optimizer_bytes(self, in_backward: bool) -> OptimizerBytes:
-        assert not isinstance(self.make, OptimizerBytes), "its bytes tell nothing of one parameter"
-        kind = self.device.kind if self.device is not None else None
-        with shown("counting the optimizer's state"):
-            return optimizer_bytes(self.make, self.parameters, in_backward, kind, self.rounding)
-
-    def changed(self, **attributes: Any) -> "BudgetPlanner":
-        """Returns a planner of the same step with other `kernels`, say, and counts anew."""
-        planner = copy.copy(self)
-        for cached in ("points", "least", "trades"):
-            vars(planner).pop(cached, None)
-        vars(planner).update(attributes)
-        planner._count()
-        return planner
-
-    def kernels_for(self, profile: Profile) -> list[KernelCosts | None]:
-        """Returns the costs of those kernels of another profile that this one has, too."""
-        known = dict(zip(map(repr, self.profile.specs), self.kernels, strict=False))
-        return [known.get(repr(spec)) for spec in profile.specs]
-
-    def _count(self) -> None:
-        self.kernels_measured = bool(self.kernels)
-        updates, accumulates = self.optimizer.updates, self.accumulates
-        costs = self.profile.costs(self.device, self.kernels, updates, accumulates=accumulates)
-        libraries = self.profile.held_by_libraries(self.device, self.kernels)
-        self.fixed = replace(self.fixed, libraries=libraries)
-        # bytes that are there in forward and backward under every plan
-        self.earlier_gradients = self.fixed.gradients if self.accumulates else 0
-        self.resident = self.fixed.beside_activations + self.earlier_gradients
+    @functools.cached_property
+    def costs(self) -> StepCosts:
+        """The costs of the steps, of the loss, too, if it is known."""
+        updates, profile = self.optimizer_bytes.updates, self.profile
+        costs = profile.costs(self.rated, self.kernels, updates, accumulates=self.accumulates)
         # a training loop's variables hold the outputs and the loss beyond the backward
-        returned = self.profile.returned if self.holds_outputs else frozenset[int]()
-        self.costs = replace(costs, returned=returned)
-        self.outputs = self.costs.bytes_of(self.costs.returned)
-        self.optimizer_peak = self.fixed.optimizer_peak + self.outputs
-        self.whole = self.costs.with_parameter_gradients()
-        self.baseline = self._point(Plan.keep_all(len(self.costs)))
+        return replace(costs, returned=profile.returned if self.holds_outputs else frozenset())
+
+    @functools.cached_property
+    def whole(self) -> StepCosts:
+        """The same with the gradients of parameters."""
+        return self.costs.with_parameter_gradients()
+
+    @functools.cached_property
+    def baseline(self) -> Point:
+        """The plan that recomputes nothing."""
+        return self._point(Plan.keep_all(len(self.costs)))
+
+    @functools.cached_property
+    def _resident(self) -> int:
+        """Bytes that are there in forward and backward under every plan."""
+        return self.fixed.beside_activations + self.fixed.gradients * self.accumulates
+
+    @functools.cached_property
+    def _optimizer_peak(self) -> int:
+        return self.fixed.optimizer_peak + self.costs.bytes_of(self.costs.returned)
 
     def report(self, memory_budget: Budget | None, max_overhead: Overhead | None) -> PlanReport:
         """Chooses the plan for a budget and predicts what it costs."""
@@ -203,10 +242,9 @@ class BudgetPlanner:
         text = (
             f"a training step needs at least {exact_bytes(least)}; the budget is "
             f"{exact_bytes(budget)}; the baseline takes {exact_bytes(baseline)}. "
-            f"{ways_out(least, ['lower the batch size'], self.optimizer)}{self.gaps}"
+            f"{ways_out(least, ['lower the batch size'], self.optimizer_bytes)}{self.gaps}"
         )
-        can_change = not (self.accumulates or isinstance(self.make, OptimizerBytes))
-        if self.optimizer.updates is None and can_change:
+        if not (self.accumulates or self.optimizer_in_backward):
             other = self.in_backward().least.peak
             if other <= budget:
                 text += only_in_backward(other)
@@ -222,13 +260,13 @@ class BudgetPlanner:
         steps = self.costs.blocks, self.outline.whole, lambda: self.costs
         classic = {name: schemes.named(name, *steps) for name in schemes.NAMES}
         others = (self._point(_loss_kept(plan, self.steps), name) for name, plan in classic.items())
-        during = self.resident + least_possible(self.whole)
+        during = self._resident + least_possible(self.whole)
         return Frontier(
             tuple(map(self.of_model, (*best, *others))),
             self.of_model(replace(self.baseline, name="baseline")),
-            max(during, self.optimizer_peak),
+            max(during, self._optimizer_peak),
             self.title,
-            self.kernels_measured,
+            bool(self.kernels),
             self.made_for,
         )
 
@@ -247,13 +285,13 @@ class BudgetPlanner:
         if budget == "device":
             own = self.model_device
             kinds = {own.type, "cpu" if own.type == "meta" else own.type}
-            if self.device is not None and self.device.kind not in kinds:
+            if self.rated is not None and self.rated.kind not in kinds:
                 raise ArgumentError(
                     "memory_budget='device' is the free memory of the model's device, "
                     f"{own}, but device= plans for another one; give bytes such as '80GiB'"
                 )
             free = free_on(own) + self.fixed.parameters + self.fixed.buffers
-            gaps = 0.0 if own.type in ("cpu", "meta") else FEW_GAPS if self.splits_all else GAPS
+            gaps = 0.0 if own.type in ("cpu", "meta") else FEW_GAPS if self._splits_all else GAPS
             return int(free * (1 - gaps))
         if isinstance(budget, float):
             return int(budget * self.baseline.peak)
@@ -265,14 +303,14 @@ class BudgetPlanner:
         """The best plans by rising peak and falling time."""
         with shown(self.title):
             try:
-                return self._best(_planner().frontier(self.whole, each=each))
+                return self._best(optimal_planner().frontier(self.whole, each=each))
             except Interrupted as error:
                 best = self._best(error.found)
                 text = f"interrupted; {len(best)} of the best plans of {self.title} were found"
                 raise Interrupted(text, self.frontier(best)) from None
 
-    def _best(self, found: Sequence[Any]) -> list[Point]:
-        results = dict(found)
+    def _best(self, simulated: Sequence[Any]) -> list[Point]:
+        results = dict(simulated)
         plans = dict.fromkeys(_loss_kept(plan, self.steps) for plan in results)
         points = [self._point(plan, result=results.get(plan)) for plan in plans]
         return falling(points, attrgetter("time_ratio", "peak"), attrgetter("peak"))[::-1]
@@ -284,8 +322,8 @@ class BudgetPlanner:
         They are chosen by activations alone, from the best nested plans and from plans that
         recompute single steps.
         """
-        found = _planner().frontier(self.costs, each=each)
-        best = [_loss_kept(point.plan, self.steps) for point in found]
+        nested = optimal_planner().frontier(self.costs, each=each)
+        best = [_loss_kept(point.plan, self.steps) for point in nested]
         single = schemes.one_by_one(self.costs, self.steps)
         chosen = dict.fromkeys([self.baseline.plan, *thinned(best, MOST), *thinned(single, MOST)])
         shallow = (plan for plan in chosen if plan.depth() <= DEEPEST)
@@ -294,7 +332,7 @@ class BudgetPlanner:
     @functools.cached_property
     def least(self) -> Point:
         """The plan of least peak, found without the other best ones."""
-        point = self._point(_loss_kept(_planner().least(self.whole), self.steps))
+        point = self._point(_loss_kept(optimal_planner().least(self.whole), self.steps))
         # with tiny activations the random states of a segment take more than it saves
         return min(self.baseline, point, key=lambda point: point.peak)
 
@@ -303,12 +341,12 @@ class BudgetPlanner:
         # random states that segments keep, and one that a replay restores: the same for all plans,
         # as if each kernel that draws had its own segment
         streams = KEPT_STREAM * draws + STREAM if draws and plan.depth() else 0
-        during = self.resident + result.peak + streams
+        during = self._resident + result.peak + streams
         seconds = sum(self.costs.seconds) + sum(self.costs.seconds_backward) or 1.0
         # the loss and the gradient 1 that `backward` holds to its end: on CUDA a block each
         numbers = max(NUMBERS, 2 * self.rounding(1))
         return Point(
-            max(during, self.optimizer_peak) + numbers,
+            max(during, self._optimizer_peak) + numbers,
             1 + result.recomputed_seconds / seconds,
             plan,
             name,
@@ -330,13 +368,13 @@ class BudgetPlanner:
             at_peak=self._at_peak(point),
             flops=sum(self.costs.flops),
             recomputed_flops=result.recomputed_flops,
-            names=self.names,
+            names=self.outline.names,
             blocks=self.costs.blocks[: self.steps],
             saved=self.costs.newly_saved()[: self.steps],
             title=self.title,
-            kernels_measured=self.kernels_measured,
+            kernels_measured=bool(self.kernels),
             device=self.made_for,
-            optimizer=self.optimizer.name,
+            optimizer=self.optimizer_bytes.name,
             accumulates=self.accumulates,
             holds_outputs=self.holds_outputs,
         )
@@ -350,16 +388,16 @@ class BudgetPlanner:
         """Splits the bytes of a plan's peak into categories."""
         fixed, result = self.fixed, simulate(point.plan, self.whole)
         kept = recomputed = between = 0
-        if self.optimizer_peak > self.resident + result.peak:
+        if self._optimizer_peak > self._resident + result.peak:
             phase, gradients, work = "step of the optimizer", fixed.gradients, fixed.scratch
-            kept = self.outputs
+            kept = self.costs.bytes_of(self.costs.returned)
         else:
             moment, left = result.moment, self.costs.parameter_gradients
-            phase = f"{moment.phase} of {(*self.names, 'the loss')[moment.step]}"
+            phase = f"{moment.phase} of {(*self.outline.names, 'the loss')[moment.step]}"
             gradients = 0 if moment.gradient_of is None else left[moment.gradient_of]
             kept, recomputed, work = moment.kept, moment.recomputed, moment.work
             between = moment.state + moment.gradient - gradients
-            gradients += self.earlier_gradients
+            gradients += fixed.gradients * self.accumulates
         same = fixed.parameters, fixed.buffers, fixed.inputs, fixed.optimizer
         parts = *same, gradients, kept, recomputed, between, work
         reserve = point.peak - sum(parts) - fixed.libraries
@@ -376,7 +414,7 @@ def ways_out(least: int, others: Sequence[str], optimizer: OptimizerBytes) -> st
 
 
 def only_in_backward(needed: int) -> str:
-    """Says in a BudgetError that a step with the optimizer in the backward fits the budget."""
+    """Returns the words for a step that fits a budget with the optimizer in the backward."""
     return (
         f" With the optimizer in the backward it needs {exact_bytes(needed)}: "
         "zoo.optimizer_in_backward does that; optimizer_in_backward=True plans ahead for it "
@@ -392,6 +430,16 @@ def outputs_held(holds_outputs: bool | None, loss: object) -> bool:
     return loss is None if holds_outputs is None else holds_outputs
 
 
+def check_gathered(model: nn.Module) -> None:
+    """Raises ArgumentError if the parameters of a model are spread over processes."""
+    if any(map(is_spread, model.parameters())):
+        raise ArgumentError(
+            f"the parameters of {type(model).__name__} are spread over processes (DTensor), and "
+            "gathering them is not counted. Plan before the model is distributed, with "
+            "zoo.plan_rank, or choose checkpoint=True or a scheme"
+        )
+
+
 def parse_bounds(memory_budget: Any, max_overhead: Any) -> tuple[Budget | None, float | None]:
     """Reads a budget and an overhead.
 
@@ -404,7 +452,7 @@ def parse_bounds(memory_budget: Any, max_overhead: Any) -> tuple[Budget | None, 
             f"one of memory_budget and max_overhead must be given; got {memory_budget!r} and "
             f"{max_overhead!r}"
         )
-    check_planner()
+    optimal_planner()
     if max_overhead is not None:
         return None, parse_overhead(max_overhead)
     return parse_budget(memory_budget), None
@@ -461,32 +509,9 @@ def _without_last(item: tuple[Item, ...]) -> tuple[Item, ...]:
     return (*item[:-1], rest) if rest else item[:-1]
 
 
-def check_planner() -> None:
-    """Raises ArgumentError, before any work, if a package that planning needs is not installed."""
-    _planner()
-
-
-def _planner() -> Any:
-    # only this needs numpy, so `import zoo` does not import it
+def optimal_planner() -> Any:
+    """Returns `planner.optimal`, which needs numpy; raises ArgumentError if that is missing."""
     return needed("zoo.planner.optimal", "planning for a budget", ArgumentError, "plan")
-
-
-def _fixed_bytes(
-    model: nn.Module,
-    inputs: Sequence[Tensor],
-    optimizer: OptimizerBytes,
-    profile: Profile,
-    rounding: Rounding,
-) -> FixedBytes:
-    resident = resident_bytes(model, inputs=inputs, rounding=rounding)
-    return FixedBytes(
-        parameters=resident.parameters,
-        buffers=resident.buffers,
-        gradients=0 if optimizer.updates is not None else profile.gradient_bytes,
-        inputs=resident.inputs + profile.constants,
-        optimizer=optimizer.state,
-        scratch=optimizer.step,
-    )
 
 
 def free_on(device: torch.device) -> int:

@@ -15,32 +15,28 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, distributed, nn
-from torch.nn.parameter import is_lazy
+from torch import distributed, nn
 
 from zoo._torch import active_fake_mode, is_profiling
-from zoo.engine.devices import name_of, splits_all_blocks
+from zoo.engine.devices import name_of
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, BudgetError, PlanError
-from zoo.invocation import InputSpec, Invocation, Loss, device_of, title_of
+from zoo.invocation import InputSpec, Invocation, Loss, device_of
 from zoo.optimizer.in_backward import attached_to
 from zoo.optimizer.independence import optimizer_like
 from zoo.planner import schemes
-from zoo.planner.costs import StepCosts, simulate
+from zoo.planner.costs import simulate
 from zoo.planner.json_reader import read_file
 from zoo.planner.least_memory import least_memory
 from zoo.planner.plan import Plan, RoomyPlan
-from zoo.policy.budget import Budget, BudgetPlanner, Overhead, parse_bounds
+from zoo.policy.budget import Budget, BudgetPlanner, Overhead, check_gathered, parse_bounds
 from zoo.policy.plan_report import PlanReport
-from zoo.profiling.caching_allocator import rounding_of
-from zoo.profiling.kernel_costs import KernelCosts, is_of_kind
-from zoo.profiling.log_profile import Outline, Profile
+from zoo.profiling.kernel_costs import is_of_kind
 from zoo.profiling.optimizer_memory import (
     OptimizerBytes,
     OptimizerOption,
     is_optimizer,
     maker_of,
-    optimizer_bytes,
 )
 from zoo.profiling.progress import shown
 from zoo.units import exact_bytes, format_bytes
@@ -121,25 +117,18 @@ class CountedStep:
         groups = [{**g, "params": [*g["params"]]} for g in optimizer.param_groups]
         return replace(self, optimizer=optimizer_like(optimizer, groups))
 
-    def planner(
-        self, model: nn.Module, outline: Outline, inputs: Sequence[Tensor]
-    ) -> BudgetPlanner:
-        """Returns the costs of the steps of a model, without measured kernels."""
-        in_backward = attached_to(model.parameters()) is not None
-        optimizer: Any = torch.optim.AdamW
+    def of(self, step: BudgetPlanner) -> BudgetPlanner:
+        """Returns a step in which this is counted.
+
+        Raises:
+            ArgumentError: the model's parameters are spread over processes.
+        """
+        check_gathered(step.model)
+        step = replace(step, accumulates=self.accumulates, holds_outputs=self.holds_outputs)
+        step = _with_optimizer_in_backward(step)
         if self.optimizer != ASSUMED:
-            optimizer = maker_of(self.optimizer, model)
-        elif in_backward:
-            optimizer = _optimizer_in_backward(model)
-        return BudgetPlanner(
-            model,
-            outline,
-            inputs,
-            optimizer=optimizer,
-            optimizer_in_backward=in_backward,
-            accumulates=self.accumulates,
-            holds_outputs=self.holds_outputs,
-        )
+            return replace(step, optimizer=maker_of(self.optimizer, step.model), counted=None)
+        return step if step.optimizer_in_backward else replace(step, counted=None)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -236,28 +225,19 @@ class Option:
         """Whether it is a budget or an overhead, for which each kind of kernel is measured."""
         return bool(self.checkpoint == "auto")
 
-    def plan_for(
-        self,
-        model: nn.Module,
-        outline: Outline,
-        inputs: Sequence[Tensor],
-        *,
-        later_step: BudgetPlanner | None = None,
-    ) -> Plan:
+    def plan_for(self, step: BudgetPlanner, *, runs_kernels: bool = True) -> Plan:
         """Returns the plan for the steps of a model on inputs like these.
 
-        `later_step` is a later training step, whose inputs may not fit now: then `True` runs no
-        kernels and takes workspaces from there.
+        Without `runs_kernels`, as for a step whose inputs may not fit now, `True` counts the
+        optimizer and the kernel workspaces that the step has.
 
         Raises:
             BudgetError: no plan keeps to the budget.
             PlanError: the user's plan is for other steps.
         """
-        return self._chosen(model, outline, inputs, later_step)[0].plan
+        return self._chosen(step, runs_kernels=runs_kernels)[0].plan
 
-    def plans_for(
-        self, model: nn.Module, outline: Outline, inputs: Sequence[Tensor], *, has_run: bool = False
-    ) -> Sequence[RoomyPlan]:
+    def plans_for(self, step: BudgetPlanner, *, has_run: bool = False) -> Sequence[RoomyPlan]:
         """Returns the plan, and for a budget in bytes others for larger inputs, by rising room.
 
         A training that has run goes on: where no plan keeps to the budget, it gets the plan of the
@@ -268,8 +248,7 @@ class Option:
                 was made for.
             PlanError: the user's plan is for other steps.
         """
-        plans = self._chosen(model, outline, inputs, has_run=has_run)
-        report = self.report
+        plans, model, report = self._chosen(step, has_run=has_run), step.model, self.report
         if report is None or report.budget is None or _is_elsewhere(report.device, model):
             return plans
         if any(map(is_spread, model.parameters())):
@@ -277,12 +256,13 @@ class Option:
             return plans
         (chosen,) = plans
         still = report.fixed.beside_activations - report.fixed.inputs
-        costs = _costs(model, outline.without_loss())
-        grows = sum(tensor.nbytes for tensor in inputs) + simulate(chosen.plan, costs).peak
+        step = replace(step, outline=step.outline.without_loss(), holds_outputs=False)
+        peak = simulate(chosen.plan, _with_optimizer_in_backward(step).whole).peak
+        grows = sum(tensor.nbytes for tensor in step.inputs) + peak
         if still + grows > report.budget:
             raise BudgetError(
                 f"this plan is for {report.title} and a budget of {exact_bytes(report.budget)}; "
-                f"on {title_of(model, inputs)} a training step by it takes at least "
+                f"on {step.title} a training step by it takes at least "
                 f"{exact_bytes(still + grows)}. Lower the batch size, or plan for these inputs: "
                 "zoo.checkpoint(model, memory_budget=...) does so for each size that comes",
                 report.budget,
@@ -291,63 +271,45 @@ class Option:
 
     @shown("zoo.checkpoint")
     def _chosen(
-        self,
-        model: nn.Module,
-        outline: Outline,
-        inputs: Sequence[Tensor],
-        later_step: BudgetPlanner | None = None,
-        *,
-        has_run: bool = False,
+        self, step: BudgetPlanner, *, runs_kernels: bool = True, has_run: bool = False
     ) -> Sequence[RoomyPlan]:
         if self.checkpoint != "auto":
-            outline = outline.without_loss()
-        plans = self._plans(model, outline, inputs, later_step, has_run)
-        plans[0].plan.check(len(outline))
+            step = replace(step, outline=step.outline.without_loss())
+        plans = self._plans(step, runs_kernels, has_run)
+        plans[0].plan.check(step.steps)
         return plans
 
-    def _plans(
-        self,
-        model: nn.Module,
-        outline: Outline,
-        inputs: Sequence[Tensor],
-        later_step: BudgetPlanner | None,
-        has_run: bool,
-    ) -> Sequence[RoomyPlan]:
-        option = self.checkpoint
+    def _plans(self, step: BudgetPlanner, runs_kernels: bool, has_run: bool) -> Sequence[RoomyPlan]:
+        option, model, outline = self.checkpoint, step.model, step.outline
         if self.plan is not None:
             if self.report is not None and _is_elsewhere(self.report.device, model):
-                _warn_of_device(self.report.device, _device_name(model))
+                kind = device_of(model).type
+                _warn_of_device(self.report.device, name_of(kind) or kind)
             return [RoomyPlan(self.plan)]
         if option is True or option == "auto":
             parameters = [(name, p.shape, p.dtype) for name, p in model.named_parameters()]
-            spec = InputSpec.of(Invocation(tuple(inputs)), model)
+            spec = InputSpec.of(Invocation(tuple(step.inputs)), model)
             bounds = option, self.memory_budget, self.max_overhead, self.step.names
             request = repr((outline.names, outline.blocks, parameters, spec, bounds))
-
-            def decide() -> Sequence[RoomyPlan]:
-                if option == "auto":
-                    return self._within_budget(model, outline, inputs, has_run)
-                return [RoomyPlan(_least(model, outline, later_step))]
-
-            return _first_decided(request, decide)
-        costs = functools.cache(lambda: _costs(model, outline))
+            if option == "auto":
+                return _first_decided(request, lambda: self._within_budget(step, has_run))
+            return _first_decided(request, lambda: [RoomyPlan(_least(step, runs_kernels))])
+        step = _with_optimizer_in_backward(step)
         if isinstance(option, int):
             plan = schemes.segments(outline.blocks, option)
         else:
-            plan = schemes.named(option, outline.blocks, outline.whole, costs)
+            plan = schemes.named(option, outline.blocks, outline.whole, lambda: step.costs)
         with contextlib.suppress(PlanError):
-            _warn_of_no_saving(model, option, plan, costs())
+            _warn_of_no_saving(option, plan, step)
         return [RoomyPlan(plan)]
 
-    def _within_budget(
-        self, model: nn.Module, outline: Outline, inputs: Sequence[Tensor], has_run: bool
-    ) -> Sequence[RoomyPlan]:
+    def _within_budget(self, step: BudgetPlanner, has_run: bool) -> Sequence[RoomyPlan]:
         """Plans for the budget and logs the prediction."""
-        planner = self.step.planner(model, outline, inputs).measured()
-        is_assumed = self.step.optimizer == ASSUMED and planner.optimizer.updates is None
+        planner = self.step.of(step).measured()
+        is_assumed = self.step.optimizer == ASSUMED and not planner.optimizer_in_backward
         assumed = (
             f"the optimizer is assumed to be AdamW, with a state of "
-            f"{format_bytes(planner.optimizer.state)}: pass optimizer= to zoo.checkpoint, "
+            f"{format_bytes(planner.optimizer_bytes.state)}: pass optimizer= to zoo.checkpoint, "
             "'adamw' or another name, a class, or the optimizer itself"
         )
         try:
@@ -355,14 +317,14 @@ class Option:
         except BudgetError as error:
             if has_run:
                 what = "%s goes by the plan of the least peak, which breaks its budget: %s"
-                _log.warning(what, type(model).__name__, error)
+                _log.warning(what, type(step.model).__name__, error)
                 return [RoomyPlan(planner.of_model(planner.points[0]).plan)]
             if not is_assumed:
                 raise
             text = f"{error} {assumed[0].upper()}{assumed[1:]}."
             raise BudgetError(text, error.budget, error.least, error.baseline) from None
         if is_assumed and self.memory_budget is not None:
-            _warn_of_assumed(type(model).__name__, assumed)
+            _warn_of_assumed(type(step.model).__name__, assumed)
         _log.info(
             "%s: planned peak %s, x%.2f of the baseline, time x%.2f",
             planner.title,
@@ -376,17 +338,6 @@ class Option:
         return planner.plans_with_room(report.budget)
 
 
-def warn_of_blocks(model: nn.Module, error: Exception) -> None:
-    """Warns that a model whose training has begun goes on block by block."""
-    what = "%s runs block by block: its forward cannot be planned for (%s)"
-    _log.warning(what, type(model).__name__, error)
-
-
-def _device_name(model: nn.Module) -> str:
-    kind = device_of(model).type
-    return name_of(kind) or kind
-
-
 def _is_elsewhere(made_for: str, model: nn.Module) -> bool:
     """Returns whether a model is on another device than its plan was made for."""
     kind = device_of(model).type
@@ -395,7 +346,7 @@ def _is_elsewhere(made_for: str, model: nn.Module) -> bool:
 
 @functools.cache
 def _warn_of_assumed(name: str, assumed: str) -> None:
-    """Warns, once in a process, that a budget counts an optimizer that nobody named."""
+    """Warns, once in a process, that a budget counts an optimizer that was assumed."""
     _log.warning("a plan for a budget of %s: %s", name, assumed)
 
 
@@ -411,56 +362,53 @@ def _warn_of_device(made_for: str, here: str) -> None:
     )
 
 
-def has_lazy(model: nn.Module) -> bool:
-    """Says whether a model has lazy parameters or buffers without a size."""
-    return any(map(is_lazy, (*model.parameters(), *model.buffers())))
+def _with_optimizer_in_backward(step: BudgetPlanner) -> BudgetPlanner:
+    """Returns a step that counts the optimizer if it steps in the backward, and else none.
+
+    One that cannot be made again, or cannot step on fake tensors, counts as AdamW.
+    """
+    attached = attached_to(step.model.parameters())
+    if attached is None:
+        return replace(step, counted=OptimizerBytes())
+    group = attached.param_groups[0]
+
+    def make(parameters: list[Any]) -> torch.optim.Optimizer:
+        return optimizer_like(attached, [{**group, "params": parameters}])
+
+    step = replace(step, optimizer_in_backward=True, counted=None)
+    with contextlib.suppress(ArgumentError):
+        return replace(step, counted=replace(step, optimizer=make).optimizer_bytes)
+    return step
 
 
-def _least(model: nn.Module, outline: Outline, later_step: BudgetPlanner | None) -> Plan:
+def _least(step: BudgetPlanner, runs_kernels: bool) -> Plan:
     """Returns the plan with the least peak of the whole training step.
 
-    The peak counts activations; gradients of parameters, from when the backward makes them to when
-    an optimizer in the backward frees them; and kernel workspaces, for which each different kernel
+    Of activations, gradients of parameters and kernel workspaces, for which each different kernel
     runs once. Gradients of parameters that are spread over processes are left out.
     """
-    device = device_of(model)
-    rounding = rounding_of(device.type, splits_all=splits_all_blocks(device))
-    profile = Profile(model, outline, rounding)
-    # a training loop's variable holds the output beyond the backward
-    returned = profile.returned
-    if any(map(is_spread, model.parameters())):
-        return least_memory(replace(profile.costs(), returned=returned))
-    is_here = profile.device.type != "meta" and active_fake_mode() is None
-    kernels: Sequence[KernelCosts | None] = ()
-    if later_step is not None:
-        kernels = later_step.kernels_for(profile)
-    elif is_here and not is_profiling():
-        kernels = profile.kernels(timed=False)
-    optimizer = _optimizer_in_backward(model) if later_step is None else later_step.optimizer
-    updates = None if optimizer is None else optimizer.updates
-    costs = profile.costs(kernels=kernels, updates=updates)
-    costs = replace(costs, returned=returned).with_parameter_gradients()
-    plan = least_memory(costs)
-    _warn_of_no_saving(model, True, plan, costs)
+    if any(map(is_spread, step.model.parameters())):
+        return least_memory(_with_optimizer_in_backward(step).costs)
+    if runs_kernels:
+        step = _with_optimizer_in_backward(step)
+        if active_fake_mode() is None and not is_profiling():
+            step = step.measured(timed=False)
+    plan = least_memory(step.whole)
+    _warn_of_no_saving(True, plan, step)
     return plan
-
-
-def _costs(model: nn.Module, outline: Outline) -> StepCosts:
-    """Returns the costs of steps whose kernels are not measured."""
-    updates = None if (known := _optimizer_in_backward(model)) is None else known.updates
-    costs = Profile(model, outline).costs(updates=updates)
-    return costs.with_parameter_gradients()
 
 
 # the models of which a warning said so, and the options that it named
 _SAVES_NOTHING: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
-def _warn_of_no_saving(model: nn.Module, option: Any, plan: Plan, costs: StepCosts) -> None:
+def _warn_of_no_saving(option: Any, plan: Plan, step: BudgetPlanner) -> None:
     """Warns, once for a model and an option, if a plan takes no less than training without one."""
+    model = step.model
     said = _SAVES_NOTHING.setdefault(model, set())
     if repr(option) in said:
         return
+    costs = step.whole
     plain = simulate(Plan.keep_all(len(costs)), costs).peak
     peak = simulate(plan, costs).peak
     if plain and peak >= plain:
@@ -479,23 +427,6 @@ def _warn_of_no_saving(model: nn.Module, option: Any, plan: Plan, costs: StepCos
             format_bytes(plain),
             hint if attached_to(model.parameters()) is None else "",
         )
-
-
-def _optimizer_in_backward(model: nn.Module) -> OptimizerBytes | None:
-    """Returns the bytes of the optimizer that steps in the backward; None if there is none."""
-    attached = attached_to(model.parameters())
-    if attached is None:
-        return None
-    try:
-        group = attached.param_groups[0]
-        return optimizer_bytes(
-            lambda parameters: optimizer_like(attached, [{**group, "params": parameters}]),
-            model.parameters(),
-            in_backward=True,
-        )
-    except ArgumentError:
-        # one that cannot be made again, or cannot step on fake tensors, counts as AdamW
-        return optimizer_bytes(torch.optim.AdamW, model.parameters(), in_backward=True)
 
 
 def _first_decided(request: str, decide: Callable[[], Sequence[RoomyPlan]]) -> Sequence[RoomyPlan]:

@@ -114,7 +114,7 @@ class PeakBytes:
 
 
 def estimated_for(device: str) -> str:
-    """Says that predictions are an estimate, without kernels' workspaces, and for which device."""
+    """Returns the words for an estimate without kernel workspaces, and for which device it is."""
     where = f"estimated for {device}, " if device else ""
     return f"{where}without kernel workspaces: no kernel was measured"
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from zoo.profiling.fake_tensors import NumbersNeeded
 
@@ -33,13 +34,13 @@ class _Pending:
     `autograd.Function`, so that without them it is gone before it runs (torch 2.11).
     """
 
-    def __init__(self, node: Any) -> None:
+    def __init__(self, node: Node) -> None:
         self.metadata = node._input_metadata
         self.is_leaf = _leaf_of(node) is not None
-        self.is_own = False
+        self.is_own = self.is_shared = False
         self.gradients: list[Tensor | None] = [None] * len(self.metadata)
         self.missing = 0
-        self.owners: list[Any] = []
+        self.owners: list[object] = []
 
     def fitted(self, gradient: Tensor | None, number: int) -> Tensor | None:
         """Returns a gradient of an output in the output's shape and dtype, as the engine does."""
@@ -58,20 +59,24 @@ class _Pending:
         if gradient is None:
             return
         if before is None:
-            self.gradients[number] = gradient
+            self.gradients[number], self.is_shared = gradient, is_shared
             self.is_own = not (is_shared or gradient._is_view()) and _is_dense(gradient)
         elif self.is_leaf and self.is_own:
             # as the engine does to what nothing else holds; a view holds its base
             before.add_(gradient)
         else:
             self.gradients[number] = before + gradient
-            self.is_own = True
+            self.is_own, self.is_shared = True, False
+
+    def kept(self) -> Any:
+        """Returns the gradient that a leaf keeps: a copy of one that another node will read."""
+        return self.gradients[0].clone() if self.is_shared else self.gradients[0]  # type: ignore[union-attr]
 
 
 @torch.no_grad()
 def gradients_of(
     roots: list[Tensor],
-    on_node: Callable[[Any], bool] = lambda _: False,
+    on_node: Callable[[Node], bool] = lambda _: False,
     on_end: Callable[[], object] = lambda: None,
     *,
     keeps_graph: bool = False,
@@ -84,24 +89,27 @@ def gradients_of(
     added to others. With `keeps_graph` the graph is left as it was: a backward of the program's own
     is not called, and zeros stand for the gradients that it would return.
     """
-    pending = _pending(root.grad_fn for root in roots)
+    pending = _pending(root.grad_fn for root in roots if root.grad_fn is not None)
     while roots:
         root = roots.pop()
-        ones = torch.ones(root.shape, dtype=root.dtype, device=root.device)
-        pending[root.grad_fn].gradients[root.output_nr] = ones
-        pending[root.grad_fn].owners.append(root)
-        del root, ones
+        if (made_by := root.grad_fn) is not None:
+            ones = torch.ones(root.shape, dtype=root.dtype, device=root.device)
+            pending[made_by].gradients[root.output_nr] = ones
+            pending[made_by].owners.append(root)
+            del ones
+        del root, made_by
     order = itertools.count()
-    ready: list[tuple[int, int, Any]] = [
+    ready: list[tuple[int, int, Node]] = [
         (-node._sequence_nr(), next(order), node) for node in pending if not pending[node].missing
     ]
     heapq.heapify(ready)
+    behind: Node | None
     while ready:
         node = heapq.heappop(ready)[-1]
         given = pending.pop(node)
         if (leaf := _leaf_of(node)) is not None:
             if given.gradients[0] is not None:
-                yield LeafGradient(leaf, given.gradients[0])
+                yield LeafGradient(leaf, given.kept())
             continue
         is_copied = on_node(node)
         made = _stood_in(node) if keeps_graph and _is_users(node) else _run(node, given)
@@ -109,7 +117,7 @@ def gradients_of(
             made = [gradient if gradient is None else gradient.clone() for gradient in made]
         following = node.next_functions
         fitted = [
-            behind and pending[behind].fitted(gradient, number)
+            None if behind is None else pending[behind].fitted(gradient, number)
             for (behind, number), gradient in zip(following, made, strict=True)
         ]
         functions = [behind for behind, _ in following if behind and _is_function(behind)]
@@ -125,12 +133,14 @@ def gradients_of(
         for (behind, number), gradient in zip(following, fitted, strict=True):
             if behind is not None:
                 pending[behind].add(gradient, number, is_shared=times[id(gradient)] > 1)
+                # a leaf runs at once
+                times[id(gradient)] -= pending[behind].is_leaf
                 if not pending[behind].missing:
                     heapq.heappush(ready, (-behind._sequence_nr(), next(order), behind))
         del fitted, following, gradient, behind
 
 
-def _pending(roots: Iterable[Any]) -> dict[Any, _Pending]:
+def _pending(roots: Iterable[Node]) -> dict[Node, _Pending]:
     """Finds all nodes, and counts the edges that lead to each."""
     found = {root: _Pending(root) for root in roots}
     stack = [*found]
@@ -145,7 +155,7 @@ def _pending(roots: Iterable[Any]) -> dict[Any, _Pending]:
     return found
 
 
-def _leaf_of(node: Any) -> Tensor | None:
+def _leaf_of(node: Node) -> Tensor | None:
     """Returns the leaf whose gradient a node adds up; None for any other node."""
     # an autograd.Function may have an attribute named `variable`
     return None if _is_function(node) else getattr(node, "variable", None)
@@ -159,19 +169,20 @@ def _is_dense(tensor: Tensor) -> bool:
     return 1 + sum((size - 1) * stride for size, stride in steps) == tensor.numel()
 
 
-def _is_function(node: Any) -> bool:
-    """Says whether a node is of an `autograd.Function`."""
+def _is_function(node: Node) -> bool:
+    """Returns whether a node is of an `autograd.Function`."""
     return hasattr(node, "apply")
 
 
-def _is_users(node: Any) -> bool:
+def _is_users(node: Node) -> bool:
     """Returns whether the backward of a node is a program's own, in Python or in C++."""
     return _is_function(node) or "CppNode" in node.name()
 
 
-def _stood_in(node: Any) -> list[Tensor | None]:
+def _stood_in(node: Node) -> list[Tensor | None]:
     """Returns zeros in place of the gradients that a node would return."""
-    kinds = [behind and behind._input_metadata[n] for behind, n in node.next_functions]
+    following = node.next_functions
+    kinds = [None if behind is None else behind._input_metadata[n] for behind, n in following]
     return [
         None
         if kind is None or kind.is_nested_tensor
@@ -180,7 +191,7 @@ def _stood_in(node: Any) -> list[Tensor | None]:
     ]
 
 
-def _run(node: Any, pending: _Pending) -> Sequence[Tensor | None]:
+def _run(node: Node, pending: _Pending) -> Sequence[Tensor | None]:
     """Runs a node; returns a gradient or None for each of its next nodes."""
     try:
         return _called(node, pending)

@@ -78,8 +78,8 @@ class Network(NamedTuple):
         biases = sum(sum(sizes) - 2 * sizes[2] for sizes in self.parts)
         found, matrices = [], 0
         for first, second, bias, _, *projection in self.parts:
-            places = [matrices, matrices + first, biases, biases + bias]
-            found.append([*places, *(matrices + first + second for _ in projection)])
+            offsets = [matrices, matrices + first, biases, biases + bias]
+            found.append([*offsets, *(matrices + first + second for _ in projection)])
             matrices += first + second + sum(projection)
             biases += 2 * bias
         return found

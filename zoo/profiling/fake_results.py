@@ -29,17 +29,20 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from zoo._torch import (
+    Args,
     DataDependentOutputException,
     DisableTorchDispatch,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    Kwargs,
+    Operator,
+    PyTree,
     in_kernel_invocation,
     unset_fake_temporarily,
 )
@@ -48,6 +51,7 @@ from zoo.errors import LONGEST, in_a_line
 from zoo.profiling.cudnn_recurrent import Network, dropout_state_bytes
 from zoo.profiling.tensor_spec import KernelSpec, TensorSpec, tensors_in
 
+Shape = Sequence[int]
 _aten = torch.ops.aten
 CPU = torch.device("cpu")
 DATA_NEEDED = DataDependentOutputException, DynamicOutputShapeException
@@ -60,7 +64,7 @@ BATCH_NORM = _aten.native_batch_norm.default
 UNSAFE_VIEW = _aten._unsafe_view.default
 
 
-def _operators(overload: str, names: str) -> frozenset[Any]:
+def _operators(overload: str, names: str) -> frozenset[Operator]:
     return frozenset(getattr(getattr(_aten, name), overload) for name in names.split())
 
 
@@ -77,7 +81,7 @@ MAKERS = _operators("default", "ones zeros new_empty new_zeros") | _operators(
 ALIKE = _operators("default", "empty_like ones_like zeros_like clone")
 
 
-def result_of(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+def result_of(mode: FakeTensorMode, func: Operator, args: Args, kwargs: Kwargs) -> PyTree:
     """Returns what a kernel returns on fake tensors, by a rule or as torch says it, corrected.
 
     Raises:
@@ -107,7 +111,7 @@ def result_of(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
 _results: dict[str, list[TensorSpec] | str] = {}
 
 
-def _specs_of_results(func: Any, args: Any, kwargs: Any) -> list[TensorSpec] | str | None:
+def _specs_of_results(func: Operator, args: Args, kwargs: Kwargs) -> list[TensorSpec] | str | None:
     """Returns specs of what a kernel returns for real, or the error; None if not tried."""
     spec = KernelSpec.of(func, args, kwargs)
     if spec is None or not isinstance(args[0], Tensor):
@@ -126,7 +130,7 @@ def _specs_of_results(func: Any, args: Any, kwargs: Any) -> list[TensorSpec] | s
     return _results[repr(spec)]
 
 
-def result_by_rule(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+def result_by_rule(mode: FakeTensorMode, func: Operator, args: Args, kwargs: Kwargs) -> PyTree:
     """Returns torch's result of a kernel on fake tensors, faster; NotImplemented without a rule."""
     if func in _RULES:
         return _RULES[func](mode, *args, **kwargs)
@@ -139,7 +143,7 @@ def result_by_rule(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> A
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Says whether a tensor is a strided fake without a constant of torch's own.
+    """Returns whether a tensor is a strided fake without a constant of torch's own.
 
     Complex ones may be conjugate, and their views negative, which a view does not show.
     """
@@ -153,7 +157,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _are_alike(tensors: Sequence[Tensor]) -> bool:
-    """Says whether tensors are dense, of one shape, stride, device and floating-point dtype."""
+    """Returns whether tensors are dense, of one shape, stride, device and floating-point dtype."""
     first = tensors[0]
     return (
         first.is_floating_point()
@@ -169,7 +173,9 @@ def _are_alike(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def _empty(mode: FakeTensorMode, shape: Any, stride: Any, dtype: Any, device: Any) -> Tensor:
+def _empty(
+    mode: FakeTensorMode, shape: Shape, stride: Shape, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     with DisableTorchDispatch():
         made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     fake: Tensor = FakeTensor(mode, made, device)
@@ -180,7 +186,7 @@ def _like(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     return _empty(mode, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
-def _empty_strided(mode: FakeTensorMode, shape: Any, stride: Any, **others: Any) -> Any:
+def _empty_strided(mode: FakeTensorMode, shape: Shape, stride: Shape, **others: PyTree) -> PyTree:
     dtype, device = others.pop("dtype", None), others.pop("device", None)
     if dtype is None or device is None or device.type == "meta" or any(others.values()):
         return NotImplemented
@@ -189,9 +195,9 @@ def _empty_strided(mode: FakeTensorMode, shape: Any, stride: Any, **others: Any)
 
 def _contiguous(
     mode: FakeTensorMode,
-    shape: Any,
-    dtype: Any,
-    device: Any,
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> Tensor:
     """Makes a tensor that is contiguous in a memory format."""
@@ -201,26 +207,29 @@ def _contiguous(
     return fake
 
 
-def _made(mode: FakeTensorMode, first: Any, size: Any = None, **others: Any) -> Any:
-    kind = first if isinstance(first, Tensor) else None
+def _made(
+    mode: FakeTensorMode, first: Tensor | Shape, size: Shape = (), **others: PyTree
+) -> PyTree:
     dtype, device = others.pop("dtype", None), others.pop("device", None)
-    if (kind is not None and not _is_plain(kind)) or not _are_defaults(device, others):
+    if not _are_defaults(device, others):
         return NotImplemented
-    if kind is None:
+    if not isinstance(first, Tensor):
         return _contiguous(mode, first, dtype or torch.get_default_dtype(), device or CPU)
-    return _contiguous(mode, size, dtype or kind.dtype, device or kind.device)
+    if not _is_plain(first):
+        return NotImplemented
+    return _contiguous(mode, size, dtype or first.dtype, device or first.device)
 
 
 # storages of the reserves of cuDNN's networks
-_reserves: weakref.WeakSet[Any] = weakref.WeakSet()
+_reserves: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
 
 
-def note_reserve(storage: Any) -> None:
+def note_reserve(storage: UntypedStorage) -> None:
     """Notes that a fake storage stands for the reserve of a cuDNN network."""
     _reserves.add(storage)
 
 
-def _clone(mode: FakeTensorMode, tensor: Tensor, **others: Any) -> Any:
+def _clone(mode: FakeTensorMode, tensor: Tensor, **others: PyTree) -> PyTree:
     """Clones a tensor, and returns a reserve as it is.
 
     The autograd node of a recurrent network clones its reserve if the graph is retained. A training
@@ -231,7 +240,7 @@ def _clone(mode: FakeTensorMode, tensor: Tensor, **others: Any) -> Any:
     return _alike(mode, tensor, **others)
 
 
-def _alike(mode: FakeTensorMode, tensor: Tensor, **others: Any) -> Any:
+def _alike(mode: FakeTensorMode, tensor: Tensor, **others: PyTree) -> PyTree:
     dtype, device = others.pop("dtype", None), others.pop("device", None)
     of_memory = others.pop("memory_format", None)
     if not (_is_plain(tensor) and _are_defaults(device, others)):
@@ -243,12 +252,12 @@ def _alike(mode: FakeTensorMode, tensor: Tensor, **others: Any) -> Any:
     return _empty(mode, tensor.shape, tensor.stride(), *kind) if is_kept else NotImplemented
 
 
-def _are_defaults(device: torch.device | None, others: Mapping[str, Any]) -> bool:
+def _are_defaults(device: torch.device | None, others: Mapping[str, object]) -> bool:
     is_meta = device is not None and device.type == "meta"
     return not is_meta and all(value in (None, False, torch.strided) for value in others.values())
 
 
-def _view(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+def _view(mode: FakeTensorMode, func: Operator, args: Args, kwargs: Kwargs) -> PyTree:
     device = args[0].device
     with in_kernel_invocation(mode):
         found = func(*args, **kwargs)
@@ -257,7 +266,7 @@ def _view(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     return [FakeTensor(mode, view, device) for view in found]
 
 
-def _batch_norm(mode: FakeTensorMode, x: Tensor, *others: Any) -> Any:
+def _batch_norm(mode: FakeTensorMode, x: Tensor, *others: PyTree) -> PyTree:
     *weights, training, _, _ = others
     if not _is_plain(x) or x.device != CPU or not training or not x.is_contiguous():
         return NotImplemented
@@ -265,15 +274,15 @@ def _batch_norm(mode: FakeTensorMode, x: Tensor, *others: Any) -> Any:
     return (_like(mode, x), _empty(mode, *of_statistics), _empty(mode, *of_statistics))
 
 
-def statistics_type(x: Tensor, *weights: Any) -> torch.dtype:
+def statistics_type(x: Tensor, *weights: object) -> torch.dtype:
     """Returns the dtype of a batch norm's statistics on the CPU: float32 if a weight's is."""
     dtypes = [weight.dtype for weight in weights if isinstance(weight, Tensor)]
     return torch.float32 if torch.float32 in dtypes else x.dtype
 
 
 def _batch_norm_backward(
-    mode: FakeTensorMode, gradient: Tensor, x: Tensor, weight: Tensor | None, *others: Any
-) -> Any:
+    mode: FakeTensorMode, gradient: Tensor, x: Tensor, weight: Tensor | None, *others: PyTree
+) -> PyTree:
     *_, training, _, wanted = others
     are_dense = _is_plain(gradient) and gradient.is_contiguous() and x.is_contiguous()
     if x.device != CPU or not training or not are_dense or weight is None:
@@ -287,7 +296,9 @@ def _batch_norm_backward(
     )
 
 
-def _set_storage(mode: FakeTensorMode, tensor: Tensor, storage: Any, *geometry: Any) -> Any:
+def _set_storage(
+    mode: FakeTensorMode, tensor: Tensor, storage: UntypedStorage, *geometry: PyTree
+) -> PyTree:
     """Gives a fake tensor a storage: for a real one that of the fakes of its tensors."""
     if type(tensor) is not FakeTensor:
         return NotImplemented
@@ -295,7 +306,7 @@ def _set_storage(mode: FakeTensorMode, tensor: Tensor, storage: Any, *geometry: 
         converter = mode.fake_tensor_converter.meta_converter
         key = converter.describer.get_storage_id(storage)
         if key not in converter.storage_memo:
-            made = torch.UntypedStorage(storage.nbytes(), device="meta")  # type: ignore[no-untyped-call]
+            made = torch.UntypedStorage(storage.nbytes(), device="meta")
             converter.storage_memo[key] = made
         storage = converter.storage_memo[key]
     offset, *sizes = geometry or (0, (storage.nbytes() // tensor.itemsize,))
@@ -304,7 +315,9 @@ def _set_storage(mode: FakeTensorMode, tensor: Tensor, storage: Any, *geometry: 
     return tensor
 
 
-def _dropout_state(mode: FakeTensorMode, *args: Any, device: Any = None, **others: Any) -> Tensor:
+def _dropout_state(
+    mode: FakeTensorMode, *args: PyTree, device: torch.device, **others: PyTree
+) -> Tensor:
     """Returns a real state where the device is here: torch keeps it, and gives it to later calls.
 
     For them to find it as without this, the generator has to count as seeded again.
@@ -315,7 +328,9 @@ def _dropout_state(mode: FakeTensorMode, *args: Any, device: Any = None, **other
     return _contiguous(mode, (dropout_state_bytes(device),), torch.uint8, device)
 
 
-def _recurrent(mode: FakeTensorMode, x: Tensor, weights: Any, *others: Any) -> Any:
+def _recurrent(
+    mode: FakeTensorMode, x: Tensor, weights: Sequence[Tensor], *others: PyTree
+) -> PyTree:
     """Returns output, states after, reserve and flat weights: those that it gets, if it does."""
     _, flat, hidden, cell, *settings, _ = others
     network, batch_first = Network.of(x, settings), settings[4]
@@ -338,20 +353,22 @@ def _recurrent(mode: FakeTensorMode, x: Tensor, weights: Any, *others: Any) -> A
     )
 
 
-def _flat_weights(mode: FakeTensorMode, weights: Sequence[Tensor], network: Network) -> Any:
+def _flat_weights(mode: FakeTensorMode, weights: Sequence[Tensor], network: Network) -> PyTree:
     """Returns the one buffer that weights lie in; None where each has memory of its own.
 
     torch 2.11 looks for it by addresses, which fake tensors lack, and makes a fake of the buffer
     for each weight that is one.
     """
-    places = [*itertools.chain.from_iterable(network.offsets)]
-    if [weight.storage_offset() for weight in weights] != places:
+    offsets = [*itertools.chain.from_iterable(network.offsets)]
+    if [weight.storage_offset() for weight in weights] != offsets:
         return None
     whole = max(weights, key=lambda weight: weight.untyped_storage().nbytes())
     return _view(mode, _aten.as_strided.default, (whole, (network.weights,), (1,), 0), {})
 
 
-def _recurrent_backward(mode: FakeTensorMode, x: Tensor, weights: Any, *others: Any) -> Any:
+def _recurrent_backward(
+    mode: FakeTensorMode, x: Tensor, weights: Sequence[Tensor], *others: PyTree
+) -> PyTree:
     """Returns gradients of input, states and weights; those of the weights lie in one storage."""
     _, flat, hidden, cell, _, *gradients = others[:8]
     *settings, _, _, wanted = others[8:]
@@ -371,30 +388,32 @@ def _weights_in(
     mode: FakeTensorMode, flat: Tensor, network: Network, weights: Sequence[Tensor]
 ) -> list[Tensor]:
     """Returns tensors like weights in a new flat buffer; without biases in memory of their own."""
-    places = list(itertools.chain.from_iterable(network.offsets))
-    pairs = list(zip(weights, places, strict=False))
-    if len(places) != len(weights):
+    offsets = list(itertools.chain.from_iterable(network.offsets))
+    pairs = list(zip(weights, offsets, strict=False))
+    if len(offsets) != len(weights):
         return [_contiguous(mode, one.shape, one.dtype, one.device) for one in weights]
     with DisableTorchDispatch():
         whole = torch.empty(flat.shape, dtype=flat.dtype, device="meta")
-        parts = [whole.as_strided(one.shape, one.stride(), place).detach() for one, place in pairs]
+        parts = [whole.as_strided(w.shape, w.stride(), start).detach() for w, start in pairs]
     return [FakeTensor(mode, part, flat.device) for part in parts]
 
 
-def _flatten(mode: FakeTensorMode, weights: Sequence[Tensor], stride: int, *settings: Any) -> Any:
+def _flatten(
+    mode: FakeTensorMode, weights: Sequence[Tensor], stride: int, *settings: PyTree
+) -> PyTree:
     """Moves weights into one new buffer, and returns it."""
     if not all(map(_is_plain, weights)):
         return NotImplemented
     network = Network.flattened(weights[0].dtype, *settings)
     flat = _contiguous(mode, (network.weights,), weights[0].dtype, weights[0].device)
     # without biases the parameters are every second ones, and a projection
-    kept = [places if stride > 3 else [*places[:2], *places[4:]] for places in network.offsets]
-    for weight, place in zip(weights, itertools.chain.from_iterable(kept), strict=True):
-        _set_storage(mode, weight, flat.untyped_storage(), place, weight.shape)
+    kept = [own if stride > 3 else [*own[:2], *own[4:]] for own in network.offsets]
+    for weight, offset in zip(weights, itertools.chain.from_iterable(kept), strict=True):
+        _set_storage(mode, weight, flat.untyped_storage(), offset, weight.shape)
     return flat
 
 
-_RULES: dict[Any, Callable[..., Any]] = {
+_RULES: dict[Operator, Callable[..., PyTree]] = {
     **dict.fromkeys(MAKERS, _made),
     **dict.fromkeys(ALIKE, _alike),
     _aten.clone.default: _clone,
@@ -429,16 +448,18 @@ def _in(mode: FakeTensorMode, result: Tensor, memory_format: torch.memory_format
     return _contiguous(mode, result.shape, result.dtype, result.device, memory_format)
 
 
-def _kept(mode: FakeTensorMode, result: Tensor, x: Tensor, *_: Any) -> Tensor:
+def _kept(mode: FakeTensorMode, result: Tensor, x: Tensor, *_: object) -> Tensor:
     is_here = x.device == CPU and result.shape == x.shape
     return _in(mode, result, _format_of(x)) if is_here else result
 
 
-def _gradient_kept(mode: FakeTensorMode, result: Tensor, _: Tensor, x: Tensor, *__: Any) -> Tensor:
+def _gradient_kept(
+    mode: FakeTensorMode, result: Tensor, _: Tensor, x: Tensor, *__: object
+) -> Tensor:
     return _kept(mode, result, x)
 
 
-def _norm(mode: FakeTensorMode, result: Any, x: Tensor, *weights: Any) -> Any:
+def _norm(mode: FakeTensorMode, result: PyTree, x: Tensor, *weights: object) -> PyTree:
     output, *statistics = result
     if x.device == CPU:
         dtype = statistics_type(x, *weights)
@@ -446,20 +467,22 @@ def _norm(mode: FakeTensorMode, result: Any, x: Tensor, *weights: Any) -> Any:
     return (_kept(mode, output, x), *statistics)
 
 
-def _norm_backward(mode: FakeTensorMode, result: Any, _: Tensor, x: Tensor, *__: Any) -> Any:
+def _norm_backward(
+    mode: FakeTensorMode, result: PyTree, _: Tensor, x: Tensor, *__: object
+) -> PyTree:
     of_input, *others = result
     if of_input is None or x.device != CPU:
         return result
     return (_kept(mode, of_input.to(x.dtype), x), *others)
 
 
-def _log_sigmoid(mode: FakeTensorMode, result: Any, x: Tensor) -> Any:
+def _log_sigmoid(mode: FakeTensorMode, result: PyTree, x: Tensor) -> PyTree:
     if x.device != CPU:
         return result
     return tuple(_in(mode, one, torch.contiguous_format) for one in result)
 
 
-def _layer_norm_backward(mode: FakeTensorMode, result: Any, *_: Any) -> Any:
+def _layer_norm_backward(mode: FakeTensorMode, result: PyTree, *_: object) -> PyTree:
     of_input, *others = result
     return result if of_input is None else (_in(mode, of_input, torch.contiguous_format), *others)
 
@@ -475,7 +498,7 @@ def _within(mode: FakeTensorMode, result: Tensor, numbers: int) -> Tensor:
     return fake
 
 
-def _reduced(mode: FakeTensorMode, result: Tensor, x: Tensor, y: Tensor, *others: Any) -> Tensor:
+def _reduced(mode: FakeTensorMode, result: Tensor, x: Tensor, y: Tensor, *others: PyTree) -> Tensor:
     is_reduced = not others or others[0] != 0
     sizes = itertools.zip_longest(x.shape[::-1], y.shape[::-1], fillvalue=1)
     whole = math.prod(itertools.starmap(max, sizes)) if is_reduced else 0
@@ -483,16 +506,16 @@ def _reduced(mode: FakeTensorMode, result: Tensor, x: Tensor, y: Tensor, *others
 
 
 def _reduced_with_weight(
-    mode: FakeTensorMode, result: Tensor, x: Tensor, y: Tensor, _: Any = None, reduction: int = 1
+    mode: FakeTensorMode, result: Tensor, x: Tensor, y: Tensor, _: object = None, reduction: int = 1
 ) -> Tensor:
     return _reduced(mode, result, x, y, reduction)
 
 
-def _columns(mode: FakeTensorMode, result: Tensor, columns: Tensor, *_: Any) -> Tensor:
+def _columns(mode: FakeTensorMode, result: Tensor, columns: Tensor, *_: object) -> Tensor:
     return _within(mode, result, columns.numel())
 
 
-def _lstm(mode: FakeTensorMode, result: Any, *args: Any) -> Any:
+def _lstm(mode: FakeTensorMode, result: PyTree, *args: PyTree) -> PyTree:
     *outputs, workspace = result
     if not torch.is_grad_enabled():
         # it makes none, and an undefined tensor is None
@@ -504,12 +527,12 @@ def _lstm(mode: FakeTensorMode, result: Any, *args: Any) -> Any:
     return (*outputs, workspace.new_empty(size, dtype=torch.uint8))
 
 
-def _lstm_backward(_: FakeTensorMode, result: Any, *__: Any) -> Any:
+def _lstm_backward(_: FakeTensorMode, result: PyTree, *__: object) -> PyTree:
     of_input, *weights, bias, again, hidden, cell = result
     return of_input, *weights, bias, torch.empty_like(again), hidden, cell
 
 
-_CORRECTIONS: dict[Any, Callable[..., Any]] = {
+_CORRECTIONS: dict[Operator, Callable[..., PyTree]] = {
     LSTM: _lstm,
     _aten.mkldnn_rnn_layer_backward.default: _lstm_backward,
     BATCH_NORM: _norm,

@@ -17,35 +17,39 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zoo._torch import (
+    Args,
     DisableTorchDispatch,
     DispatchKey,
     FakeTensor,
     FakeTensorMode,
+    Kwargs,
+    Operator,
+    PyTree,
     TorchDispatchMode,
     disable_current_modes,
     dispatch_modes,
-    fake_of,
     pytree,
+    replaced,
     scoped_library,
     unset_fake_temporarily,
 )
 from zoo.engine.devices import count_as_seeded
-from zoo.engine.operands import has_own_storage, is_plain
 from zoo.engine.operator_effects import (
     DRAWN_NUMBER,
     DROPOUT_STATE,
     effects_of,
     is_view,
     makes_dropout_state,
+    written_by,
 )
-from zoo.engine.recording import KernelMode, written_by
+from zoo.engine.recorder import KernelMode
+from zoo.engine.tensor_state import has_own_storage, is_plain
 from zoo.profiling.fake_results import CPU, DATA_NEEDED, result_of
 from zoo.profiling.tensor_spec import VALUES, tensors_in
 
@@ -84,7 +88,7 @@ class FakeTensorFixes(KernelMode):
         self.asked = False  # for unknown values, even if the forward went on
         self._constants: Any = WeakTensorKeyDictionary()  # fake tensors -> real ones
         # storages of real ones whose fakes were overwritten with unknown values
-        self._stale: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._stale: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._entered: list[contextlib.ExitStack] = []
         # devices on which the state of cuDNN's dropout was made, which a forward has yet to make
         self._dropout: set[torch.device] = set()
@@ -102,7 +106,7 @@ class FakeTensorFixes(KernelMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._entered.pop().close()
         while self._dropout:
@@ -139,26 +143,27 @@ class FakeTensorFixes(KernelMode):
                 raise NumbersNeeded
             return real
 
-        def array(fake: Tensor, **_: Any) -> Any:
+        def array(fake: Tensor, **_: object) -> object:
             real = read(fake)
             # as of a real tensor, which a mode would make a fake one, without numbers
             fake.detach()
             with DisableTorchDispatch():
                 return real.numpy()
 
-        def is_unknown(value: Any) -> bool:
+        def is_unknown(value: object) -> bool:
             return isinstance(value, FakeTensor) and self._real_of(value) is None
 
-        replace = mock.patch.object
         utils = sys.modules.get("transformers.utils.import_utils")
         with (
-            replace(FakeTensor, "tolist", lambda fake: read(fake).tolist()),
-            replace(FakeTensor, "numpy", array),
-            replace(utils, "is_fake_tensor", is_unknown) if utils else contextlib.nullcontext(),
+            replaced(FakeTensor, "tolist", lambda fake: read(fake).tolist()),
+            replaced(FakeTensor, "numpy", array),
+            replaced(utils, "is_fake_tensor", is_unknown) if utils else contextlib.nullcontext(),
         ):
             yield
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
         """Runs a kernel on fake tensors, and on the real ones beside them."""
         if types and not all(map(has_own_storage, types)):
             return NotImplemented
@@ -192,15 +197,17 @@ class FakeTensorFixes(KernelMode):
             self._dropout.add(result.device)
         return result
 
-    def _moved(self, leaf: Any) -> Any:
+    def _moved(self, leaf: PyTree) -> PyTree:
         """Replaces a tensor on the meta device by a fake on the CPU, and that device by the CPU."""
         if isinstance(leaf, torch.device):
             return CPU if leaf.type == "meta" else leaf
         if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) and leaf.is_meta:
-            return fake_of(self.mode, leaf)
+            fake: Any = self.mode.from_tensor(leaf)
+            fake.fake_device = CPU
+            return fake
         return leaf
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
+    def _follow(self, func: Operator, args: Args, kwargs: Kwargs, result: PyTree) -> bool:
         """Runs a kernel on the real tensors, too; says whether that was possible."""
         try:
             reals = self._on_reals(func, args, kwargs)
@@ -211,8 +218,8 @@ class FakeTensorFixes(KernelMode):
             self.know(fake, real)
         return True
 
-    def _knows(self, func: Any, tensors: Sequence[Tensor]) -> bool:
-        """Says whether a kernel is deterministic and gets known values."""
+    def _knows(self, func: Operator, tensors: Sequence[Tensor]) -> bool:
+        """Returns whether a kernel is deterministic and gets known values."""
         effects = effects_of(func)
         if effects.opaque or effects.seeded or effects.reshapes or effects.empty:
             return False
@@ -233,8 +240,8 @@ class FakeTensorFixes(KernelMode):
         self.know(tensor, copied(tensor))
         return self._real_of(tensor)
 
-    def _on_reals(self, func: Any, args: Any, kwargs: Any) -> Any:
-        def real(leaf: Any) -> Any:
+    def _on_reals(self, func: Operator, args: Args, kwargs: Kwargs) -> PyTree:
+        def real(leaf: PyTree) -> PyTree:
             if not isinstance(leaf, Tensor):
                 return CPU if isinstance(leaf, torch.device) else leaf
             if (known := self._real_of(leaf)) is not None:
@@ -246,7 +253,7 @@ class FakeTensorFixes(KernelMode):
             args, kwargs = pytree.tree_map(real, (args, kwargs))
             return func(*args, **kwargs)
 
-    def _faked(self, result: Any) -> Any:
+    def _faked(self, result: PyTree) -> PyTree:
         def fake(real: Tensor) -> Tensor:
             made: Tensor = self.mode.from_tensor(real, static_shapes=True)
             self.know(made, real)
@@ -268,7 +275,7 @@ def _active() -> list[FakeTensorFixes]:
 
 @contextlib.contextmanager
 def _one_hot_replaced() -> Iterator[None]:
-    """Has `one_hot` call the kernels on fake tensors that it calls on real ones.
+    """Makes `one_hot` call the kernels on fake tensors that it calls on real ones.
 
     It is no kernel itself, so that no dispatch mode sees it, and torch has other ones for fakes.
     """
@@ -310,10 +317,12 @@ def _least_and_highest(x: Tensor) -> Iterator[Tensor]:
 @functools.cache
 def _takes_both_at_once() -> bool:
     """Returns whether this torch's `one_hot` calls `aminmax`, as 2.14 does and 2.11 does not."""
-    operators: list[Any] = []
+    operators: list[Operator] = []
 
-    class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Operator, _: object, args: Args = (), kwargs: Kwargs | None = None
+        ) -> PyTree:
             operators.append(func)
             return func(*args, **kwargs or {})
 
@@ -329,9 +338,9 @@ def put_tensors(model: nn.Module, made: Mapping[int, Tensor]) -> None:
     """
     leaves = (nn.Module, *VALUES)
     # by id; the original is held, so that no other object gets its id
-    known: dict[int, tuple[Any, Any]] = {}
+    known: dict[int, tuple[PyTree, PyTree]] = {}
 
-    def other(value: Any) -> Any:
+    def other(value: PyTree) -> PyTree:
         if isinstance(value, Tensor):
             return made.get(id(value), value)
         # to flatten is slow, and most values are no containers
@@ -340,10 +349,10 @@ def put_tensors(model: nn.Module, made: Mapping[int, Tensor]) -> None:
         if id(value) not in known:
             # a container may contain itself
             known[id(value)] = value, value
-            known[id(value)] = value, replaced(value)
+            known[id(value)] = value, filled(value)
         return known[id(value)][1]
 
-    def replaced(value: Any) -> Any:
+    def filled(value: PyTree) -> PyTree:
         if isinstance(value, list | dict):
             places = value.items() if isinstance(value, dict) else enumerate(value)
             for place, part in list(places):
@@ -365,7 +374,7 @@ def copied(tensor: Tensor) -> Tensor:
         return tensor.detach().to(CPU, copy=True)
 
 
-def answer(question: Any, tensor: Tensor) -> Any:
+def answer(question: Operator, tensor: Tensor) -> PyTree:
     """Returns the device or layout of a tensor, as a `FakeTensorMode` does."""
     if question is not DEVICE or type(tensor) is not FakeTensor:
         return question(tensor)

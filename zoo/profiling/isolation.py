@@ -25,17 +25,17 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 
 from zoo._torch import active_fake_mode, disable_current_modes, leave_out_compiler
 from zoo.engine.devices import devices_in_use, random_state_restored
 from zoo.errors import ZooError
-from zoo.layers.module_hooks import GLOBAL_HOOKS
 from zoo.profiling.source_location import line_of_frame
 
+T = TypeVar("T")
 # part of the error of autograd's engine in a forked process where it has threads for a device
 NO_FORK = "fork-based multiprocessing"
 # seconds without CPU time after which a child is taken to be blocked forever
@@ -71,40 +71,31 @@ def import_for_fakes() -> None:
 
 
 def can_fork() -> bool:
-    """Says whether this process can be forked; one that uses a device cannot."""
+    """Returns whether this process can be forked; one that uses a device cannot."""
     return hasattr(os, "fork") and not devices_in_use()
 
 
-def isolated(
-    function: Callable[[bool], Any], failed: Callable[[str], ZooError], *, fires_hooks: bool = False
-) -> Any:
+def isolated(function: Callable[[bool], T], failed: Callable[[str], ZooError]) -> T:
     """Calls a function isolated from the program, and returns its result, which must pickle.
 
     The function is told whether it runs in a forked process, where its changes have no effect on
-    this one. Dispatch modes and anomaly detection are off, and so are global module hooks unless
-    it `fires_hooks`, as a user's forward does.
+    this one. Dispatch modes and anomaly detection are off.
 
     Raises:
         ZooError: the function's own, or `failed` of the text of any other error.
     """
-    answer: Any = Failed(NO_FORK)
+    answer: T | Failed = Failed(NO_FORK)
     if can_fork():
-        answer = in_fork(lambda: _answer(function, True, fires_hooks))
+        answer = in_fork(lambda: _answer(function, True))
     if isinstance(answer, Failed) and NO_FORK in answer.text:
-        with (
-            random_state_restored(),
-            contextlib.nullcontext() if fires_hooks else _hooks_silenced(),
-        ):
-            answer = _answer(function, False, fires_hooks)
+        with random_state_restored():
+            answer = _answer(function, False)
     if isinstance(answer, Failed):
         raise answer.error or failed(answer.text)
     return answer
 
 
-def _answer(function: Callable[[bool], Any], is_apart: bool, fires_hooks: bool) -> Any:
-    if is_apart and not fires_hooks:
-        for hooks in GLOBAL_HOOKS:
-            hooks.clear()
+def _answer(function: Callable[[bool], T], is_apart: bool) -> T | Failed:
     # inside a FakeTensorMode the modes must stay
     modes = disable_current_modes() if active_fake_mode() is None else contextlib.nullcontext()
     try:
@@ -114,7 +105,7 @@ def _answer(function: Callable[[bool], Any], is_apart: bool, fires_hooks: bool) 
         return _failed(error)
 
 
-def in_fork(function: Callable[[], Any]) -> Any:
+def in_fork(function: Callable[[], T | Failed]) -> T | Failed:
     """Calls a function in a forked process; returns its result or `Failed`."""
     reader, writer = os.pipe()
     # Python seeds its generator anew in a forked process, and a forward may branch by it
@@ -139,18 +130,21 @@ def in_fork(function: Callable[[], Any]) -> Any:
         # other code may have waited for all children
         with contextlib.suppress(ChildProcessError):
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return pickle.loads(answer) if answer else Failed(f"it ended the process, with status {status}")
+    if not answer:
+        return Failed(f"it ended the process, with status {status}")
+    result: T | Failed = pickle.loads(answer)
+    return result
 
 
-def _be_child(function: Callable[[], Any], writer: int) -> NoReturn:
+def _be_child(function: Callable[[], object], writer: int) -> NoReturn:
     """Sends the answer and ends the process at once, without the cleanup that is the parent's."""
     try:
         gc.disable()
         faulthandler.disable()
         logging.disable(logging.CRITICAL)
         nowhere = sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-        for place in (1, 2):
-            os.dup2(nowhere.fileno(), place)
+        for descriptor in (1, 2):
+            os.dup2(nowhere.fileno(), descriptor)
         # the threads of kernels exist only in the parent
         torch.set_num_threads(1)
         leave_out_compiler()
@@ -187,7 +181,7 @@ def _watch(watched: int, writer: int, answering: threading.Lock) -> None:
 
 
 def _waits_for_process(watched: int) -> bool:
-    """Says whether a thread waits for a process that it started, such as a compiler."""
+    """Returns whether a thread waits for a process that it started, such as a compiler."""
     frame = sys._current_frames().get(watched)
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] in STARTING:
@@ -202,27 +196,3 @@ def _end(writer: int, answer: bytes, answering: threading.Lock) -> NoReturn:
         with os.fdopen(writer, "wb") as pipe:
             pipe.write(answer)
         os._exit(0)
-
-
-# held by the thread on which no global module hook fires
-_silence = threading.RLock()
-
-
-@contextlib.contextmanager
-def _hooks_silenced() -> Iterator[None]:
-    """Silences global module hooks on this thread; on other threads they fire."""
-    thread = threading.get_ident()
-
-    def elsewhere(hook: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: None if threading.get_ident() == thread else hook(*args)
-
-    with _silence:
-        originals = [(registry, dict(registry)) for registry in GLOBAL_HOOKS[:2]]
-        for registry, hooks in originals:
-            registry.update({key: elsewhere(hook) for key, hook in hooks.items()})
-        try:
-            yield
-        finally:
-            for registry, hooks in originals:
-                # another thread may have removed some
-                registry.update({key: hooks[key] for key in hooks if key in registry})

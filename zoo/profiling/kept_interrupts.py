@@ -92,7 +92,7 @@ _kept: list[_Kept] = []
 def kept() -> Iterator[None]:
     """Ends the block with KeyboardInterrupt, or an error of that kind, if Ctrl-C was pressed in it.
 
-    Only on the main thread, and where nobody else handles SIGINT: another handler, or none of
+    Only on the main thread, and where nothing else handles SIGINT: another handler, or none of
     background jobs, stays.
     """
     is_main = threading.current_thread() is threading.main_thread()

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zoo._torch import DisableAutocast, clear_blas_workspaces, disable_current_modes
+from zoo._torch import DisableAutocast, PyTree, clear_blas_workspaces, disable_current_modes
 from zoo.engine import devices
 from zoo.engine.devices import nearest_device, random_state_restored
 from zoo.engine.kernel_settings import Settings, read_settings
@@ -186,17 +186,17 @@ def flop_formulas() -> Mapping[Any, Callable[..., int]]:
     forward: Callable[..., int] = sdpa_flop_count
     by_gradient: Callable[..., int] = sdpa_backward_flop_count
 
-    def convolution_backward(*args: Any, **kwargs: Any) -> int:
+    def convolution_backward(*args: PyTree, **kwargs: PyTree) -> int:
         *given, groups, (of_input, of_weight, _) = args
         masks = [of_input, False, False], [False, of_weight, False]
         inputs, weights = (by_torch(*given, groups, mask, **kwargs) for mask in masks)
         return int(inputs + weights // groups)
 
-    def attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    def attention(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
         return int(forward(query.shape, *_shapes_by_query(query, key, value)))
 
     def attention_backward(
-        gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any
+        gradient: Any, query: Any, key: Any, value: Any, *_: object, **__: object
     ) -> int:
         shapes = query.shape, *_shapes_by_query(query, key, value)
         return int(by_gradient(gradient.shape, *shapes))
@@ -217,7 +217,7 @@ def _shapes_by_query(query: Any, *others: Any) -> list[tuple[int, ...]]:
 
 
 def _zero_if_raised(formula: Callable[..., int]) -> Callable[..., int]:
-    def counted(*args: Any, **kwargs: Any) -> int:
+    def counted(*args: PyTree, **kwargs: PyTree) -> int:
         try:
             return int(formula(*args, **kwargs))
         except Exception:
@@ -263,7 +263,7 @@ def _on_cpu(specs: Sequence[KernelSpec], _: torch.device, timed: bool) -> list[K
         times = [_run_between_marks(spec) for spec in each("running kernels", specs)]
     sizes = [size for *_, size in events]
     # not by the clock: that of the events may be some microseconds off
-    marks = (place for place, size in enumerate(sizes) if size == MARK)
+    marks = (index for index, size in enumerate(sizes) if size == MARK)
     costs: list[KernelCosts | None] = []
     for spec, found, first, last in zip(specs, times, marks, marks, strict=True):
         if found is None:

@@ -76,7 +76,9 @@ class Profile:
     def __init__(
         self, model: nn.Module, outline: Outline, rounding: Rounding = as_requested
     ) -> None:
-        self.outline, self.log = outline, outline.log.counted(rounding)
+        self.outline, self.log = outline, outline.log
+        if rounding is not as_requested:
+            self.log = self.log.counted(rounding)
         self.device, self.specs = kernel_device(model), outline.specs
         self.gradient_bytes, self.constants = sum(self.log.trained), sum(self.log.constants)
         self.returned = self.log.outputs | self.log.ends

@@ -36,27 +36,31 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
-from unittest import mock
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
 from zoo._torch import (
+    Args,
     FakeTensor,
+    Kwargs,
+    Operator,
+    PyTree,
     TorchDispatchMode,
     current_backward,
     current_node,
     is_traceable_wrapper_subclass,
     queue_callback,
+    replaced,
     sequence_number,
 )
 from zoo.engine import devices
@@ -64,11 +68,11 @@ from zoo.engine.devices import cpu_events
 from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.operator_effects import effects_of
 from zoo.engine.recompute import observed
-from zoo.engine.recording import thread
+from zoo.engine.segments import thread
 from zoo.engine.sharded import sharded_modules
 from zoo.errors import ArgumentError, shortened
 from zoo.invocation import check_module, device_of
-from zoo.optimizer import in_backward, independence
+from zoo.optimizer.in_backward import observed_gradients
 from zoo.profiling.fake_results import LIFT
 from zoo.profiling.fake_tensors import DEVICE
 from zoo.profiling.optimizer_memory import is_optimizer
@@ -76,6 +80,7 @@ from zoo.profiling.source_location import UNKNOWN, Location, Locations, is_diffe
 from zoo.profiling.tensor_spec import storages_of, tensors_in
 from zoo.profiling.timeline import WORKSPACE, Allocation, Mark, Timeline
 
+F = TypeVar("F", bound=Callable[..., object])
 _UNSHAPED = torch.empty(0, device="meta")
 _FSDP = "torch.distributed.fsdp."
 
@@ -117,7 +122,7 @@ class Tracker(ContextDecorator):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        inputs: Any,
+        inputs: PyTree,
         allocator: bool,
     ) -> None:
         check_module(model, "tracking")
@@ -137,7 +142,7 @@ class Tracker(ContextDecorator):
         self.allocator, self.timeline = allocator, Timeline()
         self._open: list[AbstractContextManager[None]] = []
 
-    def __call__(self, function: Any) -> Any:
+    def __call__(self, function: F) -> F:
         """Tracks each call of a function."""
         if not callable(function):
             raise ArgumentError(
@@ -182,7 +187,7 @@ class Tracker(ContextDecorator):
             timeline.reserved_peak = devices.reserved_peak(self.device) if counts else None
 
 
-class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageRecorder(TorchDispatchMode):
     """Records the storages that operations allocate on this thread and in its backwards."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -193,7 +198,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.lifetimes: list[StorageLifetime] = []
         self.trail: list[tuple[int, str, Location]] = []  # when phase or location changed
         self.alive: dict[int, StorageLifetime] = {}
-        self.ends: dict[int, weakref.ref[Any]] = {}
+        self.ends: dict[int, weakref.ref[UntypedStorage]] = {}
         self.made_by: dict[int, Location] = {}
         self.phase, self.location, self.is_forward = "", UNKNOWN, True
         self.task, self.thread = -1, threading.get_ident()
@@ -206,13 +211,13 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             register_optimizer_step_pre_hook(self._begin_optimizer),
             register_optimizer_step_post_hook(self._end_optimizer),
             self._resizing(),
-            mock.patch.object(in_backward, "step_alone", self._step_alone),
+            observed_gradients(self._record_gradient),
             observed(lambda: self.location),
             self,
         ):
             yield
 
-    def record_resident(self, optimizer: torch.optim.Optimizer | None, inputs: Any) -> None:
+    def record_resident(self, optimizer: torch.optim.Optimizer | None, inputs: PyTree) -> None:
         """Records what is allocated before the block."""
         self._categorize("parameters", self.model.named_parameters())
         self.record_states(optimizer)
@@ -252,17 +257,19 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         runs = itertools.groupby(phases.items(), key=operator.itemgetter(1))
         timeline.phases = [Mark(*next(run)) for _, run in runs]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
         """Runs an operation and records the storages that are new in its result."""
         if func is DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # no operation, and by far the most frequent call
         kwargs = kwargs or {}
-        given = tensors_in((args, kwargs))
-        if any(map(is_traceable_wrapper_subclass, given)):
+        arguments = tensors_in((args, kwargs))
+        if any(map(is_traceable_wrapper_subclass, arguments)):
             return NotImplemented  # operations on the wrapped tensors follow
         location = self._begin_operation(sys._getframe(1))
         # a replay's inputs may be the engine's own copies
-        for tensor in () if thread.replaying else given:
+        for tensor in () if thread.replaying else arguments:
             for storage in storages_of(tensor):
                 self._record(storage, tensor, location, resident=func is not LIFT)
         # by the dispatch keys of the program: autocast casts inside of some kernels
@@ -284,7 +291,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         resize = torch.UntypedStorage.resize_
 
-        def resized(storage: Any, size: int) -> Any:
+        def resized(storage: UntypedStorage, size: int) -> UntypedStorage:
             caller = sys._getframe(1)
             location = self._begin_operation(caller)
             resize(storage, size)
@@ -293,19 +300,16 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.alive[storage._cdata].category = "parameters"
             return storage
 
-        with mock.patch.object(torch.UntypedStorage, "resize_", resized):
+        with replaced(torch.UntypedStorage, "resize_", resized):
             yield
 
-    def _step_alone(self, optimizer: Any, group: Any, parameter: Tensor) -> None:
-        """Records a gradient before an optimizer in the backward uses and frees it."""
-        name = self.names.get(id(parameter), "")
-        self._categorize("gradients", [(name, parameter.grad)])
-        independence.step_alone(optimizer, group, parameter)
+    def _record_gradient(self, parameter: Tensor) -> None:
+        self._categorize("gradients", [(self.names.get(id(parameter), ""), parameter.grad)])
 
-    def _record_result(self, storage: Any, tensor: Tensor, location: Location) -> None:
-        known = self.alive.get(storage._cdata)
-        if known is not None and known.bytes != storage.nbytes():
-            self._freed(storage._cdata, known)  # resizing makes a new allocation
+    def _record_result(self, storage: UntypedStorage, tensor: Tensor, location: Location) -> None:
+        lifetime = self.alive.get(storage._cdata)
+        if lifetime is not None and lifetime.bytes != storage.nbytes():
+            self._freed(storage._cdata, lifetime)  # resizing makes a new allocation
         self._record(storage, tensor, location)
 
     def _categorize(self, category: str, named: Iterable[tuple[str, Tensor | None]]) -> None:
@@ -318,7 +322,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     life.category, life.name = category, name
 
     def _record(
-        self, storage: Any, tensor: Tensor, location: Location, *, resident: bool = False
+        self, storage: UntypedStorage, tensor: Tensor, location: Location, *, resident: bool = False
     ) -> None:
         key = storage._cdata
         if key in self.alive or not storage.nbytes():
@@ -339,7 +343,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive[key] = life
         self.ends[key] = weakref.ref(storage, functools.partial(self._freed, key, life))
 
-    def _freed(self, key: int, life: StorageLifetime, _: Any = None) -> None:
+    def _freed(self, key: int, life: StorageLifetime, _: object = None) -> None:
         life.died = self._now()
         if self.alive.get(key) is life:
             del self.alive[key], self.ends[key]
@@ -357,7 +361,8 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if task != -1 and not self._is_recomputation(frame):
             phase, location = "backward", self._location_of_node()
         else:
-            phase, location = "recompute", thread.origin or self.locations.here(frame)
+            phase, origin = "recompute", thread.origin
+            location = origin if isinstance(origin, Location) else self.locations.here(frame)
         if task == -1:
             self.made_by.setdefault(sequence_number() - 1, location)
             self.is_forward |= self.locations.inside
@@ -386,17 +391,17 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return thread.replaying or not is_differentiated(caller)
 
     def _location_of_node(self) -> Location:
-        node: Any = current_node()
+        node = current_node()
         name = self.names.get(id(getattr(node, "variable", None)))
         if name is not None:
             return self.locations.of_module(name.rpartition(".")[0])
         return self.made_by.get(node._sequence_nr(), UNKNOWN) if node is not None else UNKNOWN
 
-    def _begin_optimizer(self, optimizer: Any, *_: Any) -> None:
+    def _begin_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.stepping += 1
         self.record_states(optimizer)
 
-    def _end_optimizer(self, optimizer: Any, *_: Any) -> None:
+    def _end_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.record_states(optimizer)
         self.stepping, self.is_forward = max(self.stepping - 1, 0), False
 

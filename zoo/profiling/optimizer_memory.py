@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo._torch import DataDependentOutputException, FakeTensorMode, devices_with_kernels_of_lists
+from zoo._torch import (
+    DataDependentOutputException,
+    FakeTensorMode,
+    PyTree,
+    devices_with_kernels_of_lists,
+)
 from zoo.errors import ArgumentError, nearest, shortened
 from zoo.optimizer.independence import optimizer_like, step_alone
 from zoo.planner.step_log import Allocated, Freed
@@ -78,9 +83,9 @@ def maker_of(option: Any, model: nn.Module | None = None) -> MakeOptimizer | Non
 
 def _like(optimizer: torch.optim.Optimizer, trained: Sequence[Tensor]) -> MakeOptimizer:
     """Returns what makes optimizers like this one, for parameters in the order of `trained`."""
-    places = {id(parameter): place for place, parameter in enumerate(trained)}
+    positions = {id(parameter): position for position, parameter in enumerate(trained)}
     groups = [
-        (group, [places.get(id(p), -1) for p in group["params"] if p.requires_grad])
+        (group, [positions.get(id(p), -1) for p in group["params"] if p.requires_grad])
         for group in optimizer.param_groups
     ]
     if count := sum(known.count(-1) for _, known in groups):
@@ -94,7 +99,7 @@ def _like(optimizer: torch.optim.Optimizer, trained: Sequence[Tensor]) -> MakeOp
         return optimizer_like(
             optimizer,
             [
-                {**group, "params": [parameters[place] for place in known]}
+                {**group, "params": [parameters[position] for position in known]}
                 for group, known in groups
                 if known
             ],
@@ -104,7 +109,7 @@ def _like(optimizer: torch.optim.Optimizer, trained: Sequence[Tensor]) -> MakeOp
 
 
 def is_optimizer(value: object) -> bool:
-    """Says whether a value has what torch's optimizers have: a step, parameter groups, a state."""
+    """Returns whether a value has a step, parameter groups and a state, as torch's own have."""
     return (
         not isinstance(value, type)
         and callable(getattr(value, "step", None))
@@ -278,7 +283,7 @@ def _state_bytes(state: Any, rounding: Rounding, counters_on_host: bool) -> int:
     return sum(map(rounding, sizes.values()))
 
 
-def _allocated(rounding: Rounding, step: Callable[..., Any], *parameters: Tensor) -> int:
+def _allocated(rounding: Rounding, step: Callable[..., PyTree], *parameters: Tensor) -> int:
     """Returns the most bytes that a step holds at once beside what was there before."""
     logger = StepLogger(itertools.count(1).__next__, caches_casts=False)
     with logger:

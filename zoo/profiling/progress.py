@@ -84,7 +84,7 @@ def each(counted: str, items: Collection[T]) -> Iterator[T]:
 
 
 def is_wanted() -> bool:
-    """Says whether this process shows progress: the first rank, unless ZOO_PROGRESS=0."""
+    """Returns whether this process shows progress: the first rank, unless ZOO_PROGRESS=0."""
     if os.environ.get("ZOO_PROGRESS") == "0" or sys.stderr is None:
         return False
     if distributed.is_available() and distributed.is_initialized():

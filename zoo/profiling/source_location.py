@@ -96,14 +96,18 @@ class Locations:
 
 
 class Instruction(NamedTuple):
-    """An instruction of Python that calls a function of torch: in which frame and code, and where.
+    """An instruction of Python that calls a function of torch.
 
-    `function` is its name if it is written in Python, and thus has a frame.
+    Attributes:
+        code: what has the instruction, `offset` bytes behind its begin.
+        callers: where each frame around that code is, the innermost first. The frame itself is not
+            told: where one ends, the next may lie, or not.
+        function: the function's name if it is written in Python, and thus has a frame.
     """
 
-    frame: int
     code: CodeType
     offset: int
+    callers: tuple[int, ...]
     function: str
 
     def name(self) -> str | None:
@@ -125,7 +129,9 @@ def modules_around(
     of torch, None for a gradient that the forward takes.
     """
     modules: list[str] = []
-    line = instruction = None
+    line: str | None = None
+    found: FrameType | None = None
+    callers: list[int] = []
     function, is_found = "", False
     for caller in _outward(frame):
         code = caller.f_code
@@ -135,16 +141,17 @@ def modules_around(
         elif line is None:
             line = _line_at(caller)
         if is_found:
-            continue
-        if code in _BACKWARDS:
+            callers.append(caller.f_lasti)
+        elif code in _BACKWARDS:
             is_found = True
         elif code.co_name in _HANDLERS:
             continue
         elif code is _ATTENTION or _calls_functions(code.co_filename):
             is_found = True
-            instruction = Instruction(id(caller), code, caller.f_lasti, function)
+            found = caller
         elif code.co_filename in _FUNCTIONS:
             function = code.co_name.lstrip("_")
+    instruction = found and Instruction(found.f_code, found.f_lasti, (*callers,), function)
     return tuple(reversed(modules)), line if line and modules else "", instruction
 
 
@@ -192,7 +199,7 @@ def line_of_frame(frame: FrameType | None) -> str:
 
 
 def is_differentiated(frame: FrameType | None) -> bool:
-    """Says whether the backward that contains a frame was called with `create_graph`."""
+    """Returns whether the backward that contains a frame was called with `create_graph`."""
     backward = next((caller for caller in _outward(frame) if caller.f_code in _BACKWARDS), None)
     return backward is not None and bool(_local(backward, "create_graph"))
 

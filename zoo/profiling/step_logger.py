@@ -12,18 +12,19 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import Node, saved_tensors_hooks
 
-from zoo._torch import sequence_number
+from zoo._torch import Args, Kwargs, Operator, PyTree, sequence_number
 from zoo.engine.dispatch_keys import kernel_of, with_present_keys
-from zoo.engine.operands import detached
-from zoo.engine.operator_effects import effects_of, is_view
-from zoo.engine.recording import SMALL, KernelMode, written_by
+from zoo.engine.operator_effects import effects_of, is_view, written_by
+from zoo.engine.recorder import KernelMode
 from zoo.engine.saved_tensors import is_in_graph
+from zoo.engine.segments import Pack, Unpack
+from zoo.engine.storages import SMALL
+from zoo.engine.tensor_state import detached
 from zoo.planner.step_log import (
     AT_END,
     Allocated,
@@ -70,7 +71,7 @@ def bytes_moved(tensor: Tensor) -> int:
     return sum(storage.nbytes() for storage in storages_of(tensor))
 
 
-def is_cached(func: Any, args: Any, result: Any) -> bool:
+def is_cached(func: Operator, args: Args, result: PyTree) -> bool:
     """Returns whether autocast caches a result: a weight cast to its lower precision."""
     if func is not CONVERSION or not isinstance(args[0], nn.Parameter):
         return False
@@ -90,13 +91,13 @@ class SavedMemory:
 class SavedTensor:
     """What autograd has in place of a tensor that it saved; `spec` is None if it is not strided."""
 
-    packed: Any
+    packed: PyTree
     spec: TensorSpec | None
     memory: SavedMemory
 
 
-# functions that pack and unpack a tensor that autograd saves
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+# hooks that pack and unpack a tensor that autograd saves
+Hooks = tuple[Pack, Unpack]
 
 
 def _held(tensor: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ def _held(tensor: Tensor) -> Tensor:
 
 
 @functools.cache
-def _returns_argument(operator: Any) -> bool:
+def _returns_argument(operator: Operator) -> bool:
     """Returns whether an operator writes an argument and returns it."""
     schema = getattr(operator, "_schema", None)
     aliases = [] if schema is None else [result.alias_info for result in schema.returns]
@@ -149,7 +150,7 @@ class StepLogger(KernelMode):
         # numbers of storages by address
         self._numbers: dict[int, int] = {}
         # those that are held, so that no other storage gets the address
-        self._owned: list[Any] = []
+        self._owned: list[UntypedStorage] = []
         # those that cuDNN's networks keep for their backward
         self._reserves = frozenset[int]()
         # storages that were made and not written yet
@@ -241,7 +242,9 @@ class StepLogger(KernelMode):
         self._release(self._saved_by.pop(self._node, ()))
         self._of_node, self._opens_fakes = [], False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
         kwargs = kwargs or {}
         if func in QUESTIONS or self._makes_fakes:
             return with_present_keys(func, args, kwargs)(*args, **kwargs)
@@ -258,7 +261,7 @@ class StepLogger(KernelMode):
         kernel = kernel_of(func, effects, args, kwargs)
         # before it runs, since it may change its arguments in place
         starts_kernel = not (is_view(func) or func in FREE)
-        number = self._number_of(func, args, kwargs) if starts_kernel else -1
+        spec = KernelSpec.of(func, args, kwargs) if starts_kernel else None
         small = [tensor for tensor in inputs if _is_copied(tensor)]
         reads, copies = self.numbers_of(inputs), self.numbers_of(small)
         result = kernel(*args, **kwargs)
@@ -277,6 +280,7 @@ class StepLogger(KernelMode):
             for storage in reads:
                 self._note(Viewed(storage))
             return result
+        number, _ = self._kernels.setdefault(repr(spec), (len(self._kernels), spec))
         count = flop_formulas().get(getattr(func, "_overloadpacket", None))
         states = written if effects.dropping is not None else ()
         dtypes = (tensor.dtype for tensor in outputs if tensor.dtype.is_floating_point)
@@ -311,20 +315,15 @@ class StepLogger(KernelMode):
         else:
             self._of_node.append(event)
 
-    def _add(self, storage: Any) -> int:
+    def _add(self, storage: UntypedStorage) -> int:
         """Gives a storage the next number."""
         self._numbers[storage._cdata] = number = len(self.log.sizes)
         self.log.sizes.append(storage.nbytes())
         return number
 
-    def _leave_out(self, storage: Any) -> None:
+    def _leave_out(self, storage: UntypedStorage) -> None:
         self._owned.append(storage)
         self._numbers[storage._cdata] = LEFT_OUT
-
-    def _number_of(self, func: Any, args: Any, kwargs: Any) -> int:
-        """Returns the number of a kernel's call."""
-        spec = KernelSpec.of(func, args, kwargs)
-        return self._kernels.setdefault(repr(spec), (len(self._kernels), spec))[0]
 
     def _note_constants(self, tensors: Iterable[Tensor]) -> None:
         """Notes tensors that neither the program made nor the model owns."""
@@ -334,7 +333,7 @@ class StepLogger(KernelMode):
                 self.log.constants.append(storage.nbytes())
 
     def _note_results(
-        self, func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+        self, func: Operator, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> frozenset[int]:
         """Notes the storages that an operator made, and returns them."""
         made = set()
@@ -395,7 +394,7 @@ class StepLogger(KernelMode):
         is_strided = tensor.layout is torch.strided
         saved = SavedTensor(
             _held(tensor) if self._hooks is None else self._hooks[0](tensor),
-            TensorSpec.of(tensor)._replace(requires_grad=False) if is_strided else None,
+            TensorSpec.of(tensor) if is_strided else None,
             memory,
         )
         self._saved.append(weakref.ref(saved))
@@ -406,7 +405,7 @@ class StepLogger(KernelMode):
         if isinstance(saved, Tensor):
             return saved
         if not self._opens_fakes or saved.spec is None:
-            return saved.packed if self._hooks is None else self._hooks[1](saved.packed)  # type: ignore[no-any-return]
+            return self._hooks[1](saved.packed) if self._hooks else saved.packed
         self._makes_fakes = True
         try:
             fake = saved.spec.empty()
@@ -436,7 +435,7 @@ class StepLogger(KernelMode):
         self._of_node = []
         self.log.backward.append(NodeRun(operator, self._of_node))
 
-    def _on_node(self, node: Any) -> bool:
+    def _on_node(self, node: Node) -> bool:
         before, self._node = self._node, node._sequence_nr()
         if left := self._saved_by.pop(before, None):
             # the result of a write to a view was saved after the view had got a node of its own

@@ -7,14 +7,23 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
-from zoo._torch import conj, is_traceable_wrapper_subclass, neg_view, pytree
-from zoo.engine.operands import parts_of, parts_of_wrapper
+from zoo._torch import (
+    Args,
+    Kwargs,
+    Operator,
+    PyTree,
+    conj,
+    is_traceable_wrapper_subclass,
+    neg_view,
+    pytree,
+)
 from zoo.engine.operator_effects import CONSTANTS, DROPOUT_STATE, effects_of, resolved
+from zoo.engine.tensor_state import parts_of, parts_of_wrapper
 from zoo.optimizer.in_backward import FreedGradient
 
 # types that hold no tensor
@@ -32,7 +41,6 @@ class TensorSpec(NamedTuple):
     offset: int
     dtype: torch.dtype
     device: torch.device
-    requires_grad: bool
     bytes: int
     tensor: int = 0
     storage: int = 0
@@ -49,7 +57,6 @@ class TensorSpec(NamedTuple):
             int(tensor.storage_offset()),
             tensor.dtype,
             tensor.device,
-            tensor.requires_grad,
             tensor.untyped_storage().nbytes(),
             conjugate=tensor.is_conj(),
             negative=tensor.is_neg(),
@@ -75,7 +82,7 @@ class TensorSpec(NamedTuple):
             tensor = conj(tensor)
         if self.negative:
             tensor = neg_view(tensor)
-        return tensor.requires_grad_(self.requires_grad)
+        return tensor
 
     def alone(self) -> "TensorSpec":
         """Returns the spec of the same tensor in a storage that holds nothing else."""
@@ -83,23 +90,6 @@ class TensorSpec(NamedTuple):
         reach = 1 + sum((size - 1) * stride for size, stride in steps)
         numbers = reach if math.prod(self.shape) else 0
         return self._replace(offset=0, bytes=numbers * self.dtype.itemsize)
-
-    def on_cpu(self) -> "TensorSpec":
-        """Moves a tensor on the meta device to the CPU, whose kernels stand for any device's."""
-        return self._replace(device=torch.device("cpu")) if self.device.type == "meta" else self
-
-
-def specs_of(tensors: Iterable[Tensor]) -> list[TensorSpec]:
-    """Returns the specs of tensors, numbered in their order."""
-    numbers: dict[int, int] = {}
-    storages: dict[int, int] = {}
-    return [
-        TensorSpec.of(tensor)._replace(
-            tensor=numbers.setdefault(id(tensor), len(numbers)),
-            storage=storages.setdefault(tensor.untyped_storage()._cdata, len(storages)),
-        )
-        for tensor in tensors
-    ]
 
 
 def made_of(specs: Sequence[TensorSpec]) -> list[Tensor]:
@@ -119,11 +109,11 @@ class KernelSpec(NamedTuple):
     """A kernel call: its arguments as a pytree, with a `TensorSpec` for each tensor."""
 
     operator: str
-    leaves: tuple[Any, ...]
-    tree: Any
+    leaves: Args
+    tree: pytree.TreeSpec
 
     @classmethod
-    def of(cls, operator: Any, args: Any, kwargs: Any) -> "KernelSpec | None":
+    def of(cls, operator: Operator, args: Args, kwargs: Kwargs) -> "KernelSpec | None":
         """Returns the spec of a call; None for a kernel that cannot be called alone."""
         if effects_of(operator).opaque:
             return None
@@ -132,16 +122,16 @@ class KernelSpec(NamedTuple):
         if any(tensor.layout is not torch.strided for tensor in tensors):
             return None
         specs = iter(_of_arguments(tensors))
-        for place, leaf in enumerate(leaves):
+        for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                leaves[place] = next(specs)
+                leaves[index] = next(specs)
             elif isinstance(leaf, torch.Generator):
-                leaves[place] = None
+                leaves[index] = None
             elif not isinstance(leaf, CONSTANTS):
                 return None
         return cls(str(operator), tuple(leaves), tree)
 
-    def prepared(self) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    def prepared(self) -> tuple[Operator, Args, Kwargs]:
         """Returns the operator and its arguments: floating-point tensors of 0.5, others of 0."""
         made = made_of(self._tensors)
         for tensor in made:
@@ -165,7 +155,7 @@ class KernelSpec(NamedTuple):
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
 
 
-def _with_dropout_state(operator: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+def _with_dropout_state(operator: Operator, args: Sequence[PyTree]) -> Args:
     """Puts a state in the place of cuDNN's for dropout, which is made by a kernel of its own."""
     names = [argument.name for argument in operator._schema.arguments]
     return tuple(
@@ -177,18 +167,25 @@ def _with_dropout_state(operator: Any, args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _of_arguments(tensors: Iterable[Tensor]) -> list[TensorSpec]:
-    """Returns the specs of a kernel's arguments.
+    """Returns the specs of a kernel's arguments, numbered in their order.
 
     An argument that shares its storage with no other gets one of its own size, at offset 0: a
-    kernel does not see the rest.
+    kernel does not see the rest. The CPU's kernels stand for those of any device.
     """
-    described = (spec.on_cpu() for spec in specs_of(tensors))
-    specs = [spec._replace(requires_grad=False) for spec in described]
+    numbers, storages = dict[int, int](), dict[int, int]()
+    specs = [
+        TensorSpec.of(tensor)._replace(
+            device=torch.device("cpu") if tensor.is_meta else tensor.device,
+            tensor=numbers.setdefault(id(tensor), len(numbers)),
+            storage=storages.setdefault(tensor.untyped_storage()._cdata, len(storages)),
+        )
+        for tensor in tensors
+    ]
     views = Counter({spec.tensor: spec.storage for spec in specs}.values())
     return [spec.alone() if views[spec.storage] == 1 else spec for spec in specs]
 
 
-def storages_of(tensor: Any) -> list[Any]:
+def storages_of(tensor: Tensor) -> list[UntypedStorage]:
     """Lists a tensor's storages in this process; those inside a wrapper such as DTensor."""
     if isinstance(tensor, FreedGradient):
         return []
@@ -199,14 +196,14 @@ def storages_of(tensor: Any) -> list[Any]:
     return [part.untyped_storage() for part in parts_of(tensor)]
 
 
-def tensors_held_by(value: Any, most: float = math.inf) -> list[Tensor]:
+def tensors_held_by(value: PyTree, most: float = math.inf) -> list[Tensor]:
     """Returns the tensors that an object holds, also in attributes, as of a dataclass or cache.
 
     At most so many objects are looked into.
     """
     tensors: dict[int, Tensor] = {}
     # keeps each object alive, so that its id is not reused
-    seen: dict[int, Any] = {}
+    seen: dict[int, object] = {}
     waiting = [value]
     while waiting and len(seen) < most:
         value = waiting.pop()
@@ -223,7 +220,7 @@ def tensors_held_by(value: Any, most: float = math.inf) -> list[Tensor]:
     return list(tensors.values())
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def tensors_in(value: PyTree) -> list[Tensor]:
     """Lists the tensors in nested containers and dataclasses, or of a single one."""
     if isinstance(value, Tensor):
         return [value]
@@ -240,7 +237,9 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors_in(part)]
 
 
-def flattened(value: Any, flatten: Callable[..., Any] = pytree.tree_flatten) -> tuple[Any, Any]:
+def flattened(
+    value: PyTree, flatten: Callable[..., PyTree] = pytree.tree_flatten
+) -> tuple[list[PyTree], pytree.TreeSpec]:
     """Returns the leaves of nested containers, and their structure.
 
     Of containers that contain themselves each is a leaf where it comes again. `flatten` is one of
@@ -251,7 +250,7 @@ def flattened(value: Any, flatten: Callable[..., Any] = pytree.tree_flatten) -> 
     except RecursionError:
         seen: set[int] = set()
 
-        def comes_again(part: Any) -> bool:
+        def comes_again(part: PyTree) -> bool:
             is_known = id(part) in seen
             seen.add(id(part))
             return is_known

@@ -26,13 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from zoo.errors import ArgumentError
 from zoo.planner.json_reader import read, read_file, read_json, read_row
-from zoo.profiling.caching_allocator import (
-    CUBLAS_WORKSPACE,
-    AllocatedBlock,
-    CachingAllocator,
-    CudaPeaks,
-    Rounding,
-)
+from zoo.profiling.caching_allocator import Rounding
 from zoo.report.escaping import to_csv
 from zoo.report.pictures import plots
 from zoo.units import format_bytes
@@ -302,34 +296,6 @@ class Timeline:
         # the page reads no later protocol of pickle
         Path(path).write_bytes(pickle.dumps(_snapshot(self.allocations), protocol=4))
 
-    def on_cuda(self, workspace: int = CUBLAS_WORKSPACE, limit: int | None = None) -> CudaPeaks:
-        """Predicts what `torch.cuda` would count in this step, from its storages in their order.
-
-        cuBLAS allocates a `workspace` when the forward begins and another when the backward begins,
-        and keeps both; pass 0 for a model without matrix products. Workspaces of CPU kernels are
-        left out, those of other CUDA kernels are unknown.
-
-        Raises:
-            ArgumentError: the step needs to reserve more than `limit` bytes.
-        """
-        starts = {mark.phase: mark.point for mark in reversed(self.phases)}
-        points = [starts[phase] for phase in ("forward", "backward") if phase in starts]
-        storages: list[tuple[int, int | None, int]] = [(p, None, workspace) for p in points]
-        tensors = (a for a in self.allocations if a.category != WORKSPACE)
-        storages += [(a.start, a.end, a.bytes) for a in tensors]
-        numbered = [(number, *storage) for number, storage in enumerate(storages) if storage[2]]
-        # at the same point a free comes before an allocation
-        events = [(start, 1, number) for number, start, _, _ in numbered]
-        events += [(end, 0, number) for number, _, end, _ in numbered if end is not None]
-        allocator, blocks = CachingAllocator(limit), dict[int, AllocatedBlock]()
-        for _, comes, number in sorted(events):
-            if comes:
-                blocks[number] = allocator.allocate(storages[number][2])
-            elif number in blocks:
-                allocator.free(blocks.pop(number))
-        counts = (allocator.requested.peak, allocator.allocated.peak, allocator.reserved.peak)
-        return CudaPeaks(*counts, len(points) * workspace)
-
     def to_csv(self) -> str:
         """Writes one row for each point: the point, its phase, the bytes of each category."""
         curves = self.curves()
@@ -402,10 +368,10 @@ def _snapshot(allocations: Sequence[Allocation]) -> dict[str, Any]:
         blocks.append({"address": address, **sizes, "state": state, "frames": frames})
         address += a.bytes
     active = sum(a.bytes for a in allocations if a.end is None)
-    place = {"device": 0, "address": 0, "stream": 0, "segment_type": "large"}
+    segment = {"device": 0, "address": 0, "stream": 0, "segment_type": "large"}
     sizes = {"total_size": address, "allocated_size": active, "active_size": active}
     trace = [event for _, event in sorted(events, key=operator.itemgetter(0))]
-    return {"segments": [{**place, **sizes, "blocks": blocks}], "device_traces": [trace]}
+    return {"segments": [{**segment, **sizes, "blocks": blocks}], "device_traces": [trace]}
 
 
 def _rows(names: Iterable[str], columns: Sequence[Mapping[str, int]]) -> Rows:
@@ -451,8 +417,8 @@ def _timeline(values: Any) -> Timeline:
     for point in (point for a in allocations for point in (a.start, a.end or 0)):
         if not 0 <= point <= length:
             raise ValueError(f"an allocation is at point {point}, but its length is {length}")
-    given = stored.title, stored.device, length, stored.allocator, stored.error
-    return Timeline(*given, phases, allocations, stored.reserved_peak)
+    leading = stored.title, stored.device, length, stored.allocator, stored.error
+    return Timeline(*leading, phases, allocations, stored.reserved_peak)
 
 
 def _lines(rows: Rows) -> str:

@@ -299,7 +299,7 @@ def differences(
 
 
 def is_unlike_baseline(comparison: Comparison) -> bool:
-    """Says whether a training in a comparison differs from the baseline's."""
+    """Returns whether a training in a comparison differs from the baseline's."""
     return any(_all_differing(comparison).values())
 
 

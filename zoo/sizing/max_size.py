@@ -198,7 +198,7 @@ class _Search:
         if estimates.trace(self.start) is None:
             # one example may be too few for a norm
             self.start *= 2
-        self.estimates, self.first = estimates, estimates.known(self.start)
+        self.estimates, self.first = estimates, estimates.planner_of(self.start)
         self.budget = self.first.bytes_of(memory_budget)
         # the limit on predicted bytes, as far as real steps have confirmed it
         self.trusted = self.budget
@@ -275,9 +275,9 @@ class _Search:
                 f"{format_bytes(needed(count) or 0)}, so that no size is the largest; pass vary= a "
                 "dimension or a function that makes inputs grow with the size"
             )
-        known = estimates.known(count)
-        point = estimates.policy(known, max(target, needed(count) or 0))
-        seconds = sum(known.costs.seconds) + sum(known.costs.seconds_backward)
+        planner = estimates.planner_of(count)
+        point = estimates.policy(planner, max(target, needed(count) or 0))
+        seconds = sum(planner.costs.seconds) + sum(planner.costs.seconds_backward)
         return Largest(
             size=count * unit,
             budget=self.budget,
@@ -287,7 +287,7 @@ class _Search:
             measured_peak=None,
             plan=point.plan,
             predicted_time_ratio=point.time_ratio,
-            predicted_seconds=seconds * point.time_ratio if known.kernels_measured else None,
+            predicted_seconds=seconds * point.time_ratio if planner.kernels else None,
         )
 
     def _refusal(self, ran_out: Largest | None, excess: int) -> BudgetError:
@@ -301,7 +301,7 @@ class _Search:
                 self.budget,
             )
         count, least = self.estimates.smallest()
-        planner = self.estimates.known(count)
+        planner = self.estimates.planner_of(count)
         bound = self.estimates.max_overhead
         way = "choose checkpoint='auto'" if bound is None else "raise max_overhead"
         others = [way] * (planner.least.peak < least)
@@ -310,7 +310,7 @@ class _Search:
         text = (
             f"a training step of size {count * self.estimates.unit} needs at least "
             f"{exact_bytes(least)}{shown}; the budget is {exact_bytes(self.budget)}. "
-            f"{ways_out(least, others, planner.optimizer)}"
+            f"{ways_out(least, others, planner.optimizer_bytes)}"
         )
         if not self.estimates.optimizer_in_backward:
             other = self.estimates.in_backward().needed(count)

@@ -20,7 +20,7 @@ from zoo.api.plan import planner_for
 from zoo.errors import ArgumentError, BudgetError, InputError
 from zoo.invocation import Inputs, Invocation, Loss, sizes_hint
 from zoo.planner.plan import Plan
-from zoo.policy.budget import BudgetPlanner, check_planner
+from zoo.policy.budget import BudgetPlanner, optimal_planner
 from zoo.policy.options import option_for, plan_or_option
 from zoo.policy.plan_report import Point
 from zoo.profiling.kernel_costs import KernelCosts
@@ -46,7 +46,7 @@ def plan_policy(model: nn.Module, checkpoint: Any, max_overhead: float | None) -
     """Returns the policy by which training with this option chooses its plan."""
     checkpoint = plan_or_option(checkpoint)
     if checkpoint == "auto" or (max_overhead is not None and checkpoint in (None, False)):
-        check_planner()
+        optimal_planner()
 
         def best(planner: BudgetPlanner, budget: int | None) -> Point:
             if budget is None and max_overhead is None:
@@ -63,8 +63,7 @@ def plan_policy(model: nn.Module, checkpoint: Any, max_overhead: float | None) -
         plan = Plan.keep_all(planner.steps)
         try:
             if option is not None:
-                given = planner.outline, planner.inputs
-                plan = option.plan_for(model, *given, later_step=planner)
+                plan = option.plan_for(planner, runs_kernels=False)
             return planner.of_model(planner.point(plan))
         except BudgetError as error:
             raise ArgumentError(
@@ -100,12 +99,11 @@ class SizeEstimates:
         with shown(f"size {count * self.unit}"):
             if (planner := self.trace(count)) is None:
                 return None
-            is_here = planner.device is None and planner.model_device.type != "meta"
             # a limit on the overhead needs measured seconds
-            is_timed = is_here and self.max_overhead is not None and not planner.kernels_measured
+            is_timed = planner.is_here and self.max_overhead is not None and not planner.kernels
             peak = (planner.least if is_timed else self.policy(planner, None)).peak
-            if is_here and peak <= budget and not planner.kernels_measured:
-                planner = planner.changed(kernels=self._kernels(count, planner))
+            if planner.is_here and peak <= budget and not planner.kernels:
+                planner = planner.with_kernels(self._kernels(count, planner))
                 self.planners[count] = planner
                 peak = self.policy(planner, None).peak
             self.needs[count] = peak
@@ -124,7 +122,7 @@ class SizeEstimates:
             self, optimizer_in_backward=True, optimizer_bytes=None, planners={}, needs={}
         )
 
-    def known(self, count: int) -> BudgetPlanner:
+    def planner_of(self, count: int) -> BudgetPlanner:
         """Returns the costs of a size; raises what the model raised if it takes no such size."""
         planner = self.trace(count)
         if planner is None:
@@ -147,7 +145,7 @@ class SizeEstimates:
                 measured=False,
                 optimizer_in_backward=self.optimizer_in_backward,
             )
-            self.optimizer_bytes = planner.optimizer
+            self.optimizer_bytes = planner.optimizer_bytes
         except Exception as error:
             error.add_note(f"this happened at size {size}")
             is_refusal = isinstance(error, TraceError) and error.raised

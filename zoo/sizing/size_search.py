@@ -61,10 +61,10 @@ def largest_within(needed: Needed, budget: int, start: int = 1, base: int = 0) -
 
 def _secant(seen: dict[int, int | None], budget: int, base: int) -> int:
     """Returns the size at which a line through the two points nearest to the budget meets it."""
-    known = [(size, peak) for size, peak in seen.items() if peak is not None]
-    if not known:
+    measured = [(size, peak) for size, peak in seen.items() if peak is not None]
+    if not measured:
         return 0
-    known.sort(key=lambda point: abs(point[1] - budget))
-    (size, peak), (other, less), *_ = (*known, (0, base))
+    measured.sort(key=lambda point: abs(point[1] - budget))
+    (size, peak), (other, less), *_ = (*measured, (0, base))
     slope = (peak - less) / (size - other)
     return size + int((budget - peak) // slope) if slope > 0 else MOST

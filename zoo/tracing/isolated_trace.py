@@ -10,25 +10,30 @@ import copy
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from zoo._torch import (
+    Args,
     EnableTorchFunction,
     FakeTensor,
     FakeTensorMode,
+    Kwargs,
+    Operator,
+    PyTree,
     active_fake_mode,
     disable_current_modes,
     is_any_autocast_enabled,
+    replaced,
 )
 from zoo.engine.devices import count_as_seeded
-from zoo.engine.operator_effects import DROPOUT_STATE, Argument, effects_of, is_view
-from zoo.engine.recording import KernelMode, thread
+from zoo.engine.operator_effects import DROPOUT_STATE, effects_of, is_view
+from zoo.engine.recorder import KernelMode
 from zoo.engine.saved_tensors import pack, unpack
+from zoo.engine.segments import thread
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, InputError, ZooError, in_a_line, shortened
 from zoo.invocation import (
@@ -58,6 +63,7 @@ from zoo.profiling.step_logger import StepLogger
 from zoo.profiling.tensor_spec import KernelSpec, TensorSpec, tensors_held_by, tensors_in
 from zoo.tracing.tracer import Graph, Tracer, is_compiled, plain
 
+T = TypeVar("T")
 # the most bytes of parameters, buffers and inputs, and of kernels' results, for a trace on real
 # tensors
 LARGEST = 1 << 28
@@ -149,10 +155,10 @@ class RealStep:
             self._entered = entered.pop_all()
         return self
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._entered.close()
 
-    def trace(self, outputs: Any) -> StepTrace:
+    def trace(self, outputs: PyTree) -> StepTrace:
         """Returns the trace of the step, whose forward returned these outputs."""
         self.tracer.note_end_of_model()
         roots = self.logger.note_ends(tensors_held_by(outputs), None)
@@ -184,10 +190,10 @@ class _Forward:
         # one of zoo's own models alone calls nothing that is compiled
         self.may_compile = not isinstance(model, Model) or any(map(is_compiled, model.modules()))
 
-    def isolated(self, trace: Callable[[bool], Any]) -> Any:
+    def isolated(self, trace: Callable[[bool], T]) -> T:
         """Traces in isolation; raises TraceError for any error there."""
 
-        def traced(is_apart: bool) -> Any:
+        def traced(is_apart: bool) -> T:
             try:
                 # the forward is the user's, and may need the modes of the program
                 with EnableTorchFunction():
@@ -207,7 +213,6 @@ class _Forward:
                 f"{name} cannot be traced ahead ({text}). zoo.checkpoint without a budget traces a "
                 "real training step instead"
             ),
-            fires_hooks=True,
         )
 
     def on_fakes(self, is_apart: bool) -> "StepTrace | Failure":
@@ -288,7 +293,7 @@ class _Forward:
             if self.may_compile
             else contextlib.nullcontext(),
             # block marks tell the tracer where blocks begin; a plan in force does not act
-            mock.patch.object(thread, "conductor", tracer),
+            replaced(thread, "conductor", tracer),
             _Limits(most_made),
         ):
             with logger, tracer, logger.hooks():
@@ -324,7 +329,7 @@ class _Forward:
     def _spec(self, tensor: Tensor) -> TensorSpec:
         """Returns the spec of a tensor; one on the meta device counts as on the kernels' device."""
         device = self.device if tensor.is_meta else tensor.device
-        return TensorSpec.of(plain(tensor))._replace(device=device, requires_grad=False)
+        return TensorSpec.of(plain(tensor))._replace(device=device)
 
     def _trace_error(self, error: BaseException) -> TraceError | InputError:
         """Returns the error to raise for what a forward raised."""
@@ -366,7 +371,7 @@ class _Forward:
 
 @contextlib.contextmanager
 def on_fakes() -> Iterator[None]:
-    """Has kernels run on fake tensors, which no mode of the program sees."""
+    """Runs kernels of the block on fake tensors, which no mode of the program sees."""
     mode = active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
     with disable_current_modes(), mode, FakeTensorFixes(mode):
         yield
@@ -379,15 +384,6 @@ def caches_casts() -> bool:
 
 def _has_data(tensor: Tensor) -> bool:
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
-
-
-def _with_copies(args: Sequence[Any], written: Sequence[Argument]) -> list[Any]:
-    """Puts copies in the place of tensors that a kernel writes."""
-    places = {place for place, _ in written}
-    return [
-        one.clone() if place in places and one is not None else one
-        for place, one in enumerate(args)
-    ]
 
 
 class _Limits(KernelMode):
@@ -404,12 +400,14 @@ class _Limits(KernelMode):
         # devices on which the state was made, which the program has yet to make
         self.dropout: set[torch.device] = set()
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         for device in self.dropout:
             count_as_seeded(device)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
         if getattr(func, "namespace", "") in COLLECTIVE:
             raise ArgumentError(
                 f"the forward calls {func}, which waits for other processes, so that it cannot be "
@@ -417,7 +415,8 @@ class _Limits(KernelMode):
             )
         effects = effects_of(func)
         if effects.dropping is not None:
-            args = _with_copies(args, effects.writes)
+            written = {index for index, _ in effects.writes if args[index] is not None}
+            args = tuple(v.clone() if n in written else v for n, v in enumerate(args))
         result = func(*args, **(kwargs or {}))
         if func is DROPOUT_STATE:
             self.dropout.add(result.device)

@@ -167,57 +167,57 @@ def _functions(trace: StepTrace) -> dict[int, int]:
 def _cuts(
     calls: Sequence[Call], touched: dict[int, _Touched], functions: Mapping[int, int]
 ) -> list[int]:
-    """Returns the places among the calls where steps begin."""
+    """Returns the positions among the calls where steps begin."""
     joined = bytearray(len(calls) + 1)
     working = {functions.get(call.index) for call in calls if not _is_light(call, touched)}
     # the first of the views and empty tensors that belong to the next kernel
     leading: int | None = None
-    # the place of the latest kernel, and what it touched
+    # the position of the latest kernel, and what it touched
     kernel, latest = 0, set[int]()
     made_at: dict[int, int] = {}
-    for place, call in enumerate(calls):
-        found = touched[call.index]
+    for position, call in enumerate(calls):
+        touches = touched[call.index]
         # within a function, or what completes the result of a spread layer
         first = functions.get(call.index, call.index)
-        is_inside = place > 0 and (
-            first <= calls[place - 1].index or call.operator.startswith(COMPLETING)
+        is_inside = position > 0 and (
+            first <= calls[position - 1].index or call.operator.startswith(COMPLETING)
         )
         if call.operator.startswith(GATHERING):
-            joined[place] = leading is not None or is_inside
-            leading = place if leading is None else leading
+            joined[position] = leading is not None or is_inside
+            leading = position if leading is None else leading
             continue
-        is_write = not found.written.isdisjoint(latest)
+        is_write = not touches.written.isdisjoint(latest)
         if not _is_light(call, touched):
-            joined[place] = leading is not None or is_inside
+            joined[position] = leading is not None or is_inside
             leading = None
         elif (
             leading is not None
             or is_inside
             or (
-                place
-                and call.within == calls[place - 1].within
-                and found.given
+                position
+                and call.within == calls[position - 1].within
+                and touches.given
                 # not the first of a function that computes
                 and first not in working
             )
         ):
-            joined[place] = True
+            joined[position] = True
         else:
-            leading = place
+            leading = position
         if is_write:
-            joined[kernel + 1 : place + 1] = b"\1" * (place - kernel)
-        made_at |= dict.fromkeys(found.made, place)
-        if found.kept:
+            joined[kernel + 1 : position + 1] = b"\1" * (position - kernel)
+        made_at |= dict.fromkeys(touches.made, position)
+        if touches.kept:
             # a replay needs nothing of what was there before
-            start = min(made_at.get(storage, place) for storage in found.kept)
-            joined[start + 1 : place + 1] = b"\1" * (place - start)
-        if found.written:
+            start = min(made_at.get(storage, position) for storage in touches.kept)
+            joined[start + 1 : position + 1] = b"\1" * (position - start)
+        if touches.written:
             leading = None
-        if found.made or found.written:
-            kernel, latest = place, found.given | found.made
+        if touches.made or touches.written:
+            kernel, latest = position, touches.given | touches.made
     if leading:
         joined[leading] = True
-    return [place for place in range(len(calls)) if not (place and joined[place])]
+    return [position for position in range(len(calls)) if not (position and joined[position])]
 
 
 class _Names:
@@ -259,9 +259,9 @@ def _blocks(
         path = next((path for path in call.within if path in paths), "")
         visit = path, bisect.bisect_right(starts[path], call.index)
         blocks.append(visit if path else None)
-    last = max((place for place, block in enumerate(blocks) if block), default=0)
-    for place in range(1, last):
-        blocks[place] = blocks[place] or blocks[place - 1]
+    last = max((position for position, block in enumerate(blocks) if block), default=0)
+    for position in range(1, last):
+        blocks[position] = blocks[position] or blocks[position - 1]
     return blocks
 
 
@@ -406,14 +406,14 @@ def _parts(model: nn.Module) -> Iterator[str]:
 
 
 def _is_unit(module: nn.Module) -> bool:
-    """Says whether a module has children and a forward of its own."""
+    """Returns whether a module has children and a forward of its own."""
     # TorchScript's classes have a forward that only instances can look up
     forward = inspect.getattr_static(type(module), "forward")
     return bool(module._modules) and forward not in [row.forward for row in ROWS]
 
 
 def _holds_row(module: nn.Module) -> bool:
-    """Says whether a module contains a row of modules that might be blocks."""
+    """Returns whether a module contains a row of modules that might be blocks."""
     rows = (row for row in module.modules() if isinstance(row, ROWS))
     units = ([type(child) for child in row.children() if _is_unit(child)] for row in rows)
     return any(len(set(types)) < len(types) for types in units)

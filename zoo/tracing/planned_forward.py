@@ -32,8 +32,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from zoo._torch import (
+    Args,
+    Kwargs,
+    Operator,
+    PyTree,
     active_fake_mode,
     compile_time,
     is_exporting,
@@ -49,15 +54,16 @@ from zoo.engine.kernel_segments import (
 )
 from zoo.engine.operator_effects import resolved
 from zoo.engine.recompute import recompute
-from zoo.engine.recording import thread
 from zoo.engine.replay import without_modes
+from zoo.engine.segments import thread
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, BudgetError, PlanError
 from zoo.invocation import InputSpec, Invocation, needs_gradients
 from zoo.models.model import Model
 from zoo.planner.plan import RoomyPlan
 from zoo.planner.schemes import SegmentsError
-from zoo.policy.options import Option, has_lazy, warn_of_blocks
+from zoo.policy.budget import BudgetPlanner
+from zoo.policy.options import Option
 from zoo.profiling.log_profile import Outline
 from zoo.profiling.progress import shown
 from zoo.profiling.tensor_spec import tensors_held_by
@@ -91,13 +97,13 @@ class ForwardOfClass:
         # a builtin such as `forward = torch.relu` is not bound
         self.is_bound = hasattr(type(self.forward), "__get__")
 
-    def of(self, module: nn.Module) -> Callable[..., Any]:
+    def of(self, module: nn.Module) -> Callable[..., PyTree]:
         """Returns the forward of a module of the class."""
         if self.is_bound:
             return self.forward.__get__(module, self.owner)  # type: ignore[no-any-return]
         return self.forward  # type: ignore[no-any-return]
 
-    def compiled(self, module: nn.Module) -> Callable[..., Any]:
+    def compiled(self, module: nn.Module) -> Callable[..., PyTree]:
         """Returns the same for code that is compiled: torch 2.11 compiles no `__get__`."""
         return functools.partial(self.forward, module) if self.is_function else self.of(module)
 
@@ -129,21 +135,21 @@ class Patch:
         return self._living()
 
     @property
-    def __func__(self) -> Callable[..., Any]:
+    def __func__(self) -> Callable[..., PyTree]:
         """The function of the original forward, which takes the module first; runs by the plan."""
         is_own = self.before is None and self.class_forward.is_function
         # a forward that is no method has none
         original: Any = self.class_forward.forward if is_own else self.before.__func__
 
         @functools.wraps(original)
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def forward(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
             called: Any = self if module is self.module() else functools.partial(original, module)
             return called(*args, **kwargs)
 
         return forward
 
     @property
-    def __wrapped__(self) -> Callable[..., Any]:
+    def __wrapped__(self) -> Callable[..., PyTree]:
         """The original forward, whose signature this has."""
         return self._original(self._living())
 
@@ -157,7 +163,7 @@ class Patch:
             )
         return module
 
-    def _original(self, module: nn.Module) -> Callable[..., Any]:
+    def _original(self, module: nn.Module) -> Callable[..., PyTree]:
         if self.before is not None:
             return self.before  # type: ignore[no-any-return]
         owner = type(module)
@@ -165,7 +171,7 @@ class Patch:
         found = self.class_forward if self.class_forward.owner is owner else ForwardOfClass(owner)
         return found.compiled(module) if torch.compiler.is_compiling() else found.of(module)
 
-    def of_copy(self, frame: FrameType) -> Callable[..., Any] | None:
+    def of_copy(self, frame: FrameType) -> Callable[..., PyTree] | None:
         """Returns the original forward of a copy that shares this patch; None if none is called.
 
         `copy.copy` and `nn.DataParallel` copy a module's attributes as they are. Only the frame of
@@ -201,7 +207,7 @@ class Patch:
             del vars(module)["forward"]
             vars(module).update({} if self.before is None else {"forward": self.before})
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # a function may be no global name
         return vars(self) | {"module": self.module(), "class_forward": None}
 
@@ -223,7 +229,7 @@ class BlockMark(Patch):
         """Whether the module does what its class does."""
         return self.before is None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Runs the block."""
         if is_exporting():
             return self.__wrapped__(*args, **kwargs)
@@ -242,7 +248,7 @@ class BlockMark(Patch):
         finally:
             conductor.leave()
 
-    def _run_alone(self, args: Any, kwargs: Any) -> Any:
+    def _run_alone(self, args: Args, kwargs: Kwargs) -> PyTree:
         """Runs the block where no plan is in force; warns if another method trains it."""
         before = sequence_number()
         outputs = self.__wrapped__(*args, **kwargs)
@@ -277,7 +283,7 @@ class Notices:
     # whether the forward of the model is being compiled
     is_compiled: bool = False
 
-    def warn(self, what: str, text: str, *values: Any) -> None:
+    def warn(self, what: str, text: str, *values: object) -> None:
         """Logs a warning, whose first value is the model's name."""
         if what not in self.said:
             self.said.add(what)
@@ -349,7 +355,7 @@ class PatchedForward(Patch):
         # whether gradients came from neither parameters nor arguments
         self.has_hidden_gradients = False
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return super().__getstate__() | {"traces": {}, "latest": None, "has_run": False}
 
     def install(self) -> None:
@@ -364,7 +370,7 @@ class PatchedForward(Patch):
         for mark in self.marks:
             mark.uninstall()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Runs the forward: by the plan where gradients are recorded, else as it is written."""
         if torch.compiler.is_compiling():
             if is_exporting():
@@ -377,14 +383,14 @@ class PatchedForward(Patch):
                 outputs = self.__wrapped__(*args, **kwargs)
                 self.notices.is_compiled = False
                 return outputs
-            uncompiled = torch.compiler.disable(self._run_uncompiled)  # type: ignore[no-untyped-call]
+            uncompiled = torch.compiler.disable(self._run_uncompiled)
             return uncompiled(args, kwargs)
         if is_exporting():
             return self.__wrapped__(*args, **kwargs)
         forward = self.of_copy(sys._getframe(1))
         return self._run(Invocation(args, kwargs), forward or self.__wrapped__, forward is not None)
 
-    def _run_uncompiled(self, args: Any, kwargs: Any) -> Any:
+    def _run_uncompiled(self, args: Args, kwargs: Kwargs) -> PyTree:
         self.notices.warn(
             "compiled",
             "%s has no blocks, and runs uncompiled: a plan takes the kernels of the forward apart, "
@@ -392,7 +398,7 @@ class PatchedForward(Patch):
         )
         return self._run(Invocation(args, kwargs), self.__wrapped__, is_copy=False)
 
-    def _run(self, given: Invocation, forward: Callable[..., Any], is_copy: bool) -> Any:
+    def _run(self, given: Invocation, forward: Callable[..., PyTree], is_copy: bool) -> PyTree:
         """Runs the original forward, of the module or of a copy that shares this."""
         if not conducts() or self.module() is None:
             if (reason := reason_for_plain()) is not None:
@@ -409,8 +415,8 @@ class PatchedForward(Patch):
             self._watch(outputs)
         return outputs
 
-    def _watch(self, outputs: Any) -> None:
-        """Has the backward warn of outputs that the program holds, which the plan counts freed.
+    def _watch(self, outputs: PyTree) -> None:
+        """Makes the backward warn of outputs that the program holds, which the plan counts freed.
 
         When the node that made an output runs, all that the loss saved of it is gone.
         """
@@ -419,7 +425,7 @@ class PatchedForward(Patch):
                 check = functools.partial(self._warn_if_held, weakref.ref(output))
                 output.grad_fn.register_prehook(check)
 
-    def _warn_if_held(self, reference: "weakref.ref[torch.Tensor]", _: Any) -> None:
+    def _warn_if_held(self, reference: "weakref.ref[torch.Tensor]", _: object) -> None:
         if (output := reference()) is not None:
             self.notices.warn(
                 "outputs",
@@ -430,12 +436,16 @@ class PatchedForward(Patch):
                 format_bytes(output.nbytes),
             )
 
-    def _run_planned(self, given: Invocation, forward: Callable[..., Any], is_copy: bool) -> Any:
+    def _run_planned(
+        self, given: Invocation, forward: Callable[..., PyTree], is_copy: bool
+    ) -> PyTree:
         spec = self._spec(given)
         traces = self._traces_for(spec)
-        if (not traces.branches or traces.strayed) and has_lazy(self.module()):
-            # block by block: this forward gives lazy parameters their sizes
-            return Conductor([]).run(lambda: given.on(forward))
+        if not traces.branches or traces.strayed:
+            module = self.module()
+            if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
+                # block by block: this forward gives lazy parameters their sizes
+                return Conductor([]).run(lambda: given.on(forward))
         if self._is_to_be_planned(traces, spec):
             if traces.stray is not None:
                 self._plan_stray(spec, traces)
@@ -516,8 +526,13 @@ class PatchedForward(Patch):
                 (one for one in self._like(spec) if one.branches),
                 key=lambda one: (spec.growth_over(one.spec) > 1, one.spec.elements),
             )
-            served = (Traces(one.spec, _with_room(one, spec)) for one in like)
-            traces = next((one for one in served if one.branches), Traces(spec))
+            traces = Traces(spec)
+            for other in like:
+                growth = spec.growth_over(other.spec)
+                roomy = [one for one in other.branches if growth <= min(one.room, SHARED)]
+                if roomy:
+                    traces = Traces(other.spec, roomy)
+                    break
             if like and not traces.branches and self._plannings(spec) >= MOST_PLANNINGS:
                 traces.branches = [*like[-1].branches]
         self.traces[spec] = traces
@@ -538,7 +553,9 @@ class PatchedForward(Patch):
         operators = [*map(resolved, trace.graph.operators[: trace.graph.of_model])]
         self._plan(given, spec, trace, operators)
 
-    def _plan_first(self, given: Invocation, traces: Traces, forward: Callable[..., Any]) -> None:
+    def _plan_first(
+        self, given: Invocation, traces: Traces, forward: Callable[..., PyTree]
+    ) -> None:
         """Makes a plan for the first forward; one that raises an error raises it as unplanned.
 
         For a kind of inputs that comes later, a plan that is not found is a warning.
@@ -572,7 +589,8 @@ class PatchedForward(Patch):
     def _go_by_blocks(self, traces: Traces, error: Exception) -> None:
         """Warns that inputs of this kind run block by block from now on."""
         self.latest, traces.can_be_planned = None, False
-        warn_of_blocks(self.module(), error)
+        text = "%s runs block by block: its forward cannot be planned for (%s)"
+        _log.warning(text, self.notices.name, error)
 
     def _is_planned_ahead(self) -> bool:
         """Returns whether the first forward is traced ahead, so that it runs by a plan, too.
@@ -590,7 +608,7 @@ class PatchedForward(Patch):
         is_first = self.option.binds_first_step or self.option.is_count
         return is_first or isinstance(self.module(), Model)
 
-    def _trace(self, given: Invocation, spec: InputSpec, traces: Traces) -> Any:
+    def _trace(self, given: Invocation, spec: InputSpec, traces: Traces) -> PyTree:
         """Runs the forward block by block, traces it and plans for the next; warns on failure."""
         check_switches(self.module())
         step = without_modes(RealStep, self.module(), given)
@@ -615,7 +633,7 @@ class PatchedForward(Patch):
         return outputs
 
     def _plan(
-        self, given: Invocation, spec: InputSpec, trace: StepTrace, operators: Sequence[Any]
+        self, given: Invocation, spec: InputSpec, trace: StepTrace, operators: Sequence[Operator]
     ) -> None:
         """Plans for a traced forward, unless there is a plan that serves it."""
         traces, count = self._traces_for(spec), self._plannings(spec)
@@ -652,17 +670,11 @@ class PatchedForward(Patch):
     ) -> tuple[Outline, Sequence[RoomyPlan]]:
         module = self.module()
         outline = partition(module, trace, paths_of(module, self.patterns))
-        has_run = self.has_run
-        return outline, self.option.plans_for(module, outline, given.tensors, has_run=has_run)
+        step = BudgetPlanner(module, outline, given.tensors)
+        return outline, self.option.plans_for(step, has_run=self.has_run)
 
 
-def _with_room(traces: Traces, spec: InputSpec) -> list[Script]:
-    """Returns the scripts of known inputs that have room for others."""
-    growth = spec.growth_over(traces.spec)
-    return [one for one in traces.branches if growth <= min(one.room, SHARED)]
-
-
-def _warn_of_blocks_alone(_: Any) -> None:
+def _warn_of_blocks_alone(_: object) -> None:
     """Warns while a model is compiled that its budget, or its plan, is not in force."""
     _log.warning(
         "a model with a memory budget or a plan of its own is compiled as a whole: each of its "

@@ -15,25 +15,34 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zoo._torch import FakeTensor
+from zoo._torch import Args, FakeTensor, Kwargs, Operator, PyTree
 from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.kernel_segments import Visit, bytes_returned
-from zoo.engine.operands import has_own_storage, is_plain
-from zoo.engine.operator_effects import effects_of, is_view, makes_dropout_state, name_of
-from zoo.engine.recording import KernelMode, storage_of, thread, written_by
+from zoo.engine.operator_effects import (
+    effects_of,
+    is_view,
+    makes_dropout_state,
+    name_of,
+    written_by,
+)
+from zoo.engine.recorder import KernelMode
+from zoo.engine.segments import thread
+from zoo.engine.tensor_state import has_own_storage, is_plain, storage_of
 from zoo.errors import ArgumentError
 from zoo.profiling.source_location import Instruction, line_of_frame, modules_around
 from zoo.profiling.tensor_spec import tensors_in
 
+Parameters = ParamSpec("Parameters")
+T = TypeVar("T")
 SETS_STORAGE = frozenset(
     {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
 )
@@ -120,7 +129,7 @@ class Tracer(KernelMode):
         # the latest call of a torch function: its number and name, where it was called, its kernels
         self._function = (0, "")
         self._called_at: tuple[tuple[str, ...], Instruction] | None = None
-        self._kernels: list[Any] = []
+        self._kernels: list[Operator] = []
 
     @property
     def graph(self) -> Graph:
@@ -146,7 +155,7 @@ class Tracer(KernelMode):
         """Ignores that a block ends."""
 
     def mark(self, blocks: Iterable[str]) -> None:
-        """Has each call of these modules of the model noted, for as long as the model lives.
+        """Marks modules of the model, whose calls are noted as long as the model lives.
 
         Those that a plan in force has marked, and compiled ones, stay as they are.
         """
@@ -156,9 +165,11 @@ class Tracer(KernelMode):
             if not hasattr(before, "only_marks") and not is_compiled(module):
                 vars(module)["forward"] = self._marked(module.forward, path, before is None)
 
-    def _marked(self, forward: Callable[..., Any], path: str, only_marks: bool) -> Any:
+    def _marked(
+        self, forward: Callable[..., PyTree], path: str, only_marks: bool
+    ) -> Callable[..., PyTree]:
         @functools.wraps(forward)
-        def marked(*args: Any, **kwargs: Any) -> Any:
+        def marked(*args: PyTree, **kwargs: PyTree) -> PyTree:
             self.enter(path)
             return forward(*args, **kwargs)
 
@@ -170,7 +181,9 @@ class Tracer(KernelMode):
         self._graph.of_model = len(self._graph.operators)
         self.paths = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
         if types and not all(map(has_own_storage, types)):
             # its own dispatch unwraps it and calls operators on the inner tensors
             return NotImplemented
@@ -190,17 +203,19 @@ class Tracer(KernelMode):
             self._guarded(self._after, func, args, kwargs, result, frame)
         return result
 
-    def _guarded(self, note: Callable[..., Any], *arguments: Any) -> Any:
+    def _guarded(
+        self, note: Callable[Parameters, T], *args: Parameters.args, **kwargs: Parameters.kwargs
+    ) -> T | None:
         """Calls one of the tracer's own functions; any error ends the graph."""
         if self.fault is not None:
             return None
         try:
-            return note(*arguments)
+            return note(*args, **kwargs)
         except Exception as error:
             self.fault, self.fault_line = error, line_of_frame(sys._getframe(1))
             return None
 
-    def _is_of_fakes(self, func: Any, frame: FrameType) -> bool:
+    def _is_of_fakes(self, func: Operator, frame: FrameType) -> bool:
         """Returns whether an operator is dispatched only because tensors are fake."""
         if getattr(func, "namespace", "") == "prim":
             # a query of a tensor's metadata
@@ -220,14 +235,14 @@ class Tracer(KernelMode):
         if (
             views
             and [(call.operator, call.index, call.line) for call in calls]
-            == [(name, start + place, line) for place, name in enumerate(reversed(views))]
+            == [(name, start + number, line) for number, name in enumerate(reversed(views))]
             and not any(
                 made() is not None for results in self._results[-len(views) :] for made in results
             )
         ):
             del graph.calls[-len(views) :], graph.operators[start:-1], self._results[-len(views) :]
 
-    def _before(self, func: Any, args: Any, kwargs: Any, frame: FrameType) -> bool:
+    def _before(self, func: Operator, args: Args, kwargs: Kwargs, frame: FrameType) -> bool:
         """Notes an operator; returns False for one that does not matter to a plan."""
         effects = effects_of(func)
         if not effects.opaque and _is_question(func):
@@ -248,12 +263,12 @@ class Tracer(KernelMode):
         return True
 
     def _function_of(
-        self, func: Any, within: tuple[str, ...], instruction: Instruction | None
+        self, func: Operator, within: tuple[str, ...], instruction: Instruction | None
     ) -> tuple[int, str]:
         """Returns the number and the name of the call of a torch function that an operator is of.
 
-        All that one instruction of the caller dispatches in a row is one call. A loop in C, as that
-        of `sum`, or in a frame that lies where the last one did begins its first kernel again.
+        All that one instruction of the caller dispatches in a row is one call. A loop, in C as that
+        of `sum` or around a function that calls one of torch, begins its first kernel again.
         """
         name = None if instruction is None else instruction.name()
         if instruction is None or name is None:
@@ -269,7 +284,9 @@ class Tracer(KernelMode):
         self._kernels.append(func)
         return self._function
 
-    def _after(self, func: Any, args: Any, kwargs: Any, result: Any, frame: FrameType) -> None:
+    def _after(
+        self, func: Operator, args: Args, kwargs: Kwargs, result: PyTree, frame: FrameType
+    ) -> None:
         """Notes which results are views, and which views autograd makes anew for fake tensors."""
         effects = effects_of(func)
         written = [args[0]] if effects.reshapes else written_by(effects, args, kwargs)
@@ -319,8 +336,8 @@ def _instruction(frame: FrameType | None) -> list[tuple[int, int]]:
 
 
 @functools.cache
-def _is_question(operator: Any) -> bool:
-    """Says whether an operator is a query: it neither returns a tensor nor writes one."""
+def _is_question(operator: Operator) -> bool:
+    """Returns whether an operator is a query: it neither returns a tensor nor writes one."""
     effects = effects_of(operator)
     returns = any("Tensor" in str(result.type) for result in operator._schema.returns)
     return not (returns or effects.writes or effects.reshapes)

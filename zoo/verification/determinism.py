@@ -34,7 +34,7 @@ REFUSAL = re.compile(r"([^:]+) does not have a deterministic implementation")
 
 @contextlib.contextmanager
 def deterministic_algorithms(wanted: bool = True) -> Iterator[None]:
-    """Has torch use deterministic algorithms inside the block, if wanted; restores all settings.
+    """Makes torch use deterministic algorithms inside the block, if wanted; restores all settings.
 
     Whether torch fills memory that is not initialized stays as it is, by default it does.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo._torch import pytree
+from zoo._torch import PyTree, pytree
 from zoo.profiling.tensor_spec import flattened
 from zoo.verification.verdict import Difference
 
@@ -24,7 +24,7 @@ Record = dict[tuple[str, str], Any]
 def record(
     model: nn.Module,
     inputs: Sequence[Any],
-    outputs: Any,
+    outputs: PyTree,
     loss: Tensor,
     streams: Mapping[str, Any],
     *,
@@ -53,7 +53,7 @@ def _gradients(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor |
     return ((name, v.grad) for name, v in named if isinstance(v, Tensor) and v.requires_grad)
 
 
-def _comparable(stream: Any) -> Any:
+def _comparable(stream: Any) -> PyTree:
     if isinstance(stream, Tensor):
         return stream
     # the repr of NumPy's array leaves most of it out
@@ -132,10 +132,10 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield from _named(f"{path}.{key}".lstrip("."), value)
 
 
-def _as_dicts(outputs: Any) -> Any:
+def _as_dicts(outputs: PyTree) -> PyTree:
     """Returns outputs with dicts in the place of dataclasses, which torch takes for leaves."""
 
-    def as_dict(leaf: Any) -> Any:
+    def as_dict(leaf: PyTree) -> PyTree:
         if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
             return leaf
         return _as_dicts({part.name: getattr(leaf, part.name) for part in dataclasses.fields(leaf)})

@@ -119,7 +119,7 @@ class Report:
         )
 
     def _recomputed(self) -> str:
-        """Says how much the plan in force at last recomputes; '' for nothing."""
+        """Returns in words how much the plan in force at last recomputes; '' for nothing."""
         if self.plan is None:
             return "" if self.checkpoint == "False" else "each block recomputed as a whole"
         runs = self.plan.runs()

@@ -76,29 +76,6 @@ def test_a_hidden_state_carried_on_the_module(way: Way, cut: bool) -> None:
     assert_exact(program)
 
 
-class ActNorm(nn.Module):
-    """Initializes its parameters by the first batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
-        self.ready = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.ready:
-            with torch.no_grad():
-                self.shift.copy_(-x.mean(0))
-                self.scale.copy_(1 / (x.std(0) + 0.1))
-            self.ready = True
-        return torch.tanh((x + self.shift) * self.scale)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_initialization_by_the_first_batch(way: Way) -> None:
-    """Lazy initialization takes another branch when it is called again."""
-    assert_trains(lambda: net(ActNorm()), way=way)
-
-
 class MakingItsParameter(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "weight"):
@@ -118,26 +95,6 @@ class MakingItsLayer(nn.Module):
 def test_what_the_first_call_makes_is_made_once(kind: type[nn.Module], way: Way) -> None:
     """Parameters drawn and layers built inside, and trained from then on."""
     assert_trains(lambda: net(kind(), nn.Linear(3 if kind is MakingItsLayer else 4, 4)), way=way)
-
-
-class Caching(nn.Module):
-    """Computes a table in its first call, with an operation that saves a tensor, and keeps it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.tables: dict[int, Tensor] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) not in self.tables:
-            self.tables[len(x)] = (self.linear.weight.detach().sum() * torch.ones(4)).cos()
-        return torch.tanh(self.linear(x) * self.tables[len(x)])
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_cache_is_filled_once(way: Way) -> None:
-    """Rotary tables, masks: what is made in one step is read in all later ones."""
-    assert_trains(Caching, way=way)
 
 
 def test_batch_norm_reached_through_a_closure_over_several_inputs() -> None:

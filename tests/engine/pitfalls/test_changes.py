@@ -12,7 +12,6 @@ from tests.training import (
     Call,
     Way,
     assert_exact,
-    closure,
     gradients,
     net,
     plain,
@@ -115,7 +114,7 @@ def test_values_changed_through_a_variable_before_the_backward(place: str) -> No
             return (x * scale * setting["scale"] * Setting.value * found.value * local).sin().exp()
 
         (x,) = rows()
-        loss = closure(call, function, x).sum()
+        loss = call(function, x).sum()
         scale = 2.0 if place == "number" else 1.0
         setting["scale"] = 2.0 if place == "dict" else 1.0
         Setting.value = 2.0 if place == "class" else 1.0

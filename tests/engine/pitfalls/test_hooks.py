@@ -1,6 +1,5 @@
 """Hooks of modules and tensors fire as often as without, and act once."""
 
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from tests.training import WAYS, Call, Way, assert_exact, module, net, rows, state_of, train_by
+from tests.training import WAYS, Call, Way, assert_exact, net, rows, state_of
 
 Log = list[Any]
 
@@ -42,15 +41,6 @@ def looks(model: nn.Sequential, book: Book) -> None:
     model[2].register_forward_hook(lambda m, xs, y: book.note(("inner", y.detach())))
 
 
-def takes_keywords(model: nn.Sequential, book: Book) -> None:
-    model[2].register_forward_pre_hook(
-        lambda m, xs, ks: book.note(("pre", len(ks))), with_kwargs=True
-    )
-    model[2].register_forward_hook(
-        lambda m, xs, ks, y: book.note(("post", len(ks))), with_kwargs=True, always_call=True
-    )
-
-
 def modifies(model: nn.Sequential, book: Book) -> None:
     model[2].register_forward_pre_hook(lambda m, xs: (xs[0] * 2,))
     model[2].register_forward_hook(lambda m, xs, y: y.sin() * 3)
@@ -65,16 +55,6 @@ def modifies_in_place(model: nn.Sequential, book: Book) -> None:
     model[2].register_forward_hook(double)
 
 
-def modifies_and_looks(model: nn.Sequential, book: Book) -> None:
-    entries = book.entries
-
-    def both(layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        entries.append("both")
-        return output * 2
-
-    model[2].register_forward_hook(both)
-
-
 def modifies_sometimes(model: nn.Sequential, book: Book) -> None:
     """Returns None for its first call and something else from then on."""
     calls: Log = []
@@ -84,14 +64,6 @@ def modifies_sometimes(model: nn.Sequential, book: Book) -> None:
         return output * 2 if len(calls) > 1 else None
 
     model[2].register_forward_hook(sometimes)
-
-
-def sets_an_attribute(model: nn.Sequential, book: Book) -> None:
-    def mask(layer: Any, inputs: Any) -> None:
-        layer.mask = (inputs[0].detach() > 0).float().mean()
-
-    model[2].register_forward_pre_hook(mask)
-    model[2].register_forward_hook(lambda m, xs, y: y * m.mask)
 
 
 def moves_a_buffer(model: nn.Sequential, book: Book) -> None:
@@ -113,45 +85,6 @@ def removes_itself(model: nn.Sequential, book: Book) -> None:
     handle = model[2].register_forward_hook(
         lambda m, xs, y: (book.note("once"), handle.remove())[0]
     )
-
-
-def steers_by_a_switch(model: nn.Sequential, book: Book) -> None:
-    """A pre-hook that only writes to an object, which the forward reads through a closure."""
-    switch = {"scale": 1.0}
-
-    def turn(layer: Any, inputs: Any) -> None:
-        switch["scale"] = switch["scale"] + 1
-
-    model[2].register_forward_pre_hook(turn)
-    model[2].register_forward_hook(lambda m, xs, y: y * switch["scale"])
-
-
-def steers_by_a_chain(model: nn.Sequential, book: Book) -> None:
-    """What one writes another reads, and that one's object the hook that acts."""
-    first, second = [0.0], types.SimpleNamespace()
-
-    def count(layer: Any, inputs: Any) -> None:
-        first[0] += 1
-
-    def pass_on(layer: Any, inputs: Any) -> None:
-        second.scale = first[0]
-
-    model[1].register_forward_pre_hook(count)
-    model[2].register_forward_pre_hook(pass_on)
-    model[2].register_forward_hook(lambda m, xs, y: y * second.scale)
-    model[2].register_forward_hook(lambda m, xs, y: book.note(y.detach()))
-
-
-def steers_another_module(model: nn.Sequential, book: Book) -> None:
-    """By a method of a module that the forward does not run."""
-    other = model[4]
-
-    class Control(nn.Module):
-        def turn(self, layer: Any, inputs: Any) -> None:
-            other.scale = getattr(other, "scale", 1) + 1
-
-    model[2].register_forward_pre_hook(Control().turn)
-    model[4].register_forward_hook(lambda m, xs, y: y * m.scale)
 
 
 def looks_at_gradients(model: nn.Sequential, book: Book) -> None:
@@ -176,10 +109,8 @@ def hooks_tensors(model: nn.Sequential, book: Book) -> None:
 
 
 HOOKS = [
-    looks, takes_keywords, modifies, modifies_in_place, modifies_and_looks, modifies_sometimes,
-    sets_an_attribute, moves_a_buffer, prunes, removes_itself, looks_at_gradients,
-    modifies_gradients, hooks_tensors,
-    steers_by_a_switch, steers_by_a_chain, steers_another_module,
+    looks, modifies, modifies_in_place, modifies_sometimes, moves_a_buffer, prunes, removes_itself,
+    looks_at_gradients, modifies_gradients, hooks_tensors,
 ]  # fmt: skip
 
 
@@ -231,21 +162,6 @@ def test_global_hooks_fire_once_per_forward(add: Any, way: Way) -> None:
                 # torch leaves this behind and counts it as a hook
                 torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
         return found, len(torch.nn.modules.module._global_forward_hooks)
-
-    assert_exact(program)
-
-
-def test_a_global_hook_that_reads_statistics_by_a_name_of_its_own() -> None:
-    name = "_".join(("running", "var"))
-
-    def program(call: Call) -> Any:
-        handle = torch.nn.modules.module.register_module_forward_hook(
-            lambda m, xs, y: y * getattr(m, name).sum() if hasattr(m, name) else None
-        )
-        try:
-            return train_by(call, net(nn.BatchNorm1d(4)), rows, module, 2)
-        finally:
-            handle.remove()
 
     assert_exact(program)
 

@@ -1,8 +1,6 @@
 """A function runs once: what cannot be had a second time, and what happens while it is replayed."""
 
 import os
-import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +11,6 @@ from torch import Tensor, nn
 
 import zoo
 from tests.training import WAYS, Call, Way, assert_exact, plain, rows
-
-SOURCES: dict[str, Callable[[], list[int]]] = {
-    "operating system": lambda: [*os.urandom(4)],
-    "clock": lambda: [time.perf_counter_ns() % 251] * 4,
-    "uuid": lambda: [*uuid.uuid4().bytes[:4]],
-    "address": lambda: [id(object()) % 251] * 4,
-}
 
 
 class Outside(nn.Module):
@@ -35,9 +26,8 @@ class Outside(nn.Module):
         return torch.tanh(self.linear(x) * torch.tensor(self.seen[-1]) / 256)
 
 
-@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("way", WAYS)
-def test_numbers_of_the_outside_are_asked_for_once(way: Way, source: str) -> None:
+def test_numbers_of_the_outside_are_asked_for_once(way: Way) -> None:
     """The gradient is that of the numbers seen."""
 
     def trained(call: Call, numbers: Callable[[], list[int]]) -> Any:
@@ -47,7 +37,7 @@ def test_numbers_of_the_outside_are_asked_for_once(way: Way, source: str) -> Non
         assert len(model.seen) == 1
         return model.seen[0], [x.grad, model.linear.weight.grad, model.linear.bias.grad]
 
-    seen, found = trained(zoo.recompute, SOURCES[source])
+    seen, found = trained(zoo.recompute, lambda: [*os.urandom(4)])
     _, expected = trained(plain, lambda: seen)
     assert all(map(torch.equal, found, expected))
 

@@ -23,52 +23,6 @@ from tests.training import (
 )
 
 
-class Hidden:
-    """Holds a layer in a slot."""
-
-    __slots__ = ("layer",)
-
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("options", [{}, {"momentum": None}, {"track_running_stats": False}])
-def test_a_norm_that_is_reached_by_no_name_moves_once(options: Any, training: bool) -> None:
-    def program(call: Call) -> Any:
-        hidden = Hidden(nn.BatchNorm1d(4, **options).train(training))
-        (x,) = rows()
-        call(lambda x: hidden.layer(hidden.layer(x).sin()).exp(), x).sum().backward()
-        return x.grad, state_of(hidden.layer)
-
-    assert_exact(program)
-
-
-def test_other_parameters_in_a_layer_that_is_reached_by_no_name() -> None:
-    class Slotted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.registered = nn.Linear(4, 4)
-            self.hidden = Hidden(self.registered)
-
-        def forward(self, call: Call, x: Tensor) -> Any:
-            return call(lambda x: self.hidden.layer(x).tanh(), x)
-
-    def program(call: Call) -> Any:
-        model, (x,) = Slotted(), rows()
-        others = {name: nn.Parameter(2 * value) for name, value in model.named_parameters()}
-        torch.func.functional_call(model, others, (call, x)).sum().backward()
-        return x.grad, [value.grad for value in others.values()], state_of(model)
-
-    assert_exact(program)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_a_lazy_norm_is_initialized_once(training: bool) -> None:
-    norm = nn.LazyBatchNorm1d
-    assert_trains(lambda: nn.Sequential(nn.Linear(4, 4), norm().train(training), nn.Tanh()))
-
-
 def test_a_tensor_of_a_closure_moves_once() -> None:
     def program(call: Call) -> Any:
         linear, total = nn.Linear(4, 4), torch.ones(4)
@@ -360,23 +314,6 @@ def test_a_buffer_that_the_user_changes_before_the_backward(size: int) -> None:
             program(zoo.recompute)
 
 
-@pytest.mark.parametrize("change", ["replaced", "removed", "added"])
-def test_layers_without_parameters_changed_before_the_backward(change: str) -> None:
-    def program(call: Call) -> Any:
-        model = net(nn.Sequential(nn.Tanh(), nn.Sigmoid()))
-        loss = call(model, *rows()).square().sum()
-        if change == "replaced":
-            model[2][1] = nn.Tanh()
-        elif change == "removed":
-            del model[2][1]
-        else:
-            model[2].append(nn.Tanh())
-        loss.backward()
-        return state_of(model), [type(part).__name__ for part in model.modules()]
-
-    assert_exact(program)
-
-
 def of_numbers(number: int) -> Tensor:
     return torch.full((4,), float(number))
 
@@ -423,6 +360,23 @@ def test_a_mask_of_an_input_that_is_written_after_it(write: Callable[[Tensor], T
         return weight.grad, x
 
     assert_exact(program)
+
+
+class Transposed(nn.Module):
+    """Keeps another view of the same memory from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.turned = nn.Linear(4, 4), torch.randn(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.turned = self.turned.t()
+        return (self.linear(x) @ self.turned).tanh().sin()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_another_view_of_the_same_memory_in_each_call(way: Way) -> None:
+    assert_trains(Transposed, way=way)
 
 
 def test_not_a_number_is_written_as_it_is() -> None:

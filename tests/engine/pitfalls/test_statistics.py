@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-import zoo
 from tests.training import (
     WAYS,
     Call,
@@ -17,14 +16,12 @@ from tests.training import (
     Way,
     assert_exact,
     assert_trains,
-    module,
     net,
     pictures,
     rows,
     state_of,
     train_by,
 )
-from zoo.profiling.peak_memory import trace
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -142,22 +139,6 @@ def test_a_buffer_that_is_only_kept_moves_once(way: Way) -> None:
 def test_a_buffer_that_feeds_the_output_is_seen_as_it_was(way: Way, wide: int) -> None:
     """Observers, FP8 amax (TransformerEngine#24), codebooks: a small and a big buffer."""
     assert_trains(lambda: Averaging(wide=wide), way=way)
-
-
-@pytest.mark.parametrize("wide", [1, 5000])
-def test_segments_that_reach_the_state_of_one_another(wide: int) -> None:
-    """Each function has the whole model in its closure and runs one layer of it."""
-
-    def program(call: Call) -> Any:
-        model = nn.Sequential(*[Averaging(wide=wide) for _ in range(3)])
-        for _ in range(3):
-            (y,) = rows()
-            for number in range(3):
-                y = call(lambda y, n=number: model[n](y), y)
-            y.square().sum().backward()
-        return state_of(model)
-
-    assert_exact(program)
 
 
 class Codebook(nn.Module):
@@ -298,28 +279,6 @@ def test_lazy_modules_are_initialized_once(way: Way) -> None:
     assert_trains(lambda: nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Tanh()), way=way)
 
 
-class Switching(nn.Module):
-    """Leaves its big buffer alone for two calls and moves it from the third on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("average", torch.ones(5000, 4))
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        y = self.linear(x) * self.average.mean(0)
-        if self.calls > 2:
-            self.average.mul_(0.5).add_(y.detach().mean(0))
-        return torch.tanh(y)
-
-
-def test_a_big_buffer_that_moves_late() -> None:
-    """Observers that start after some steps."""
-    assert_exact(lambda call: train_by(call, Switching(), rows, module, 5))
-
-
 @pytest.mark.parametrize("kind", [Averaging, Functional, Codebook])
 def test_the_backward_bumps_no_version_that_a_graph_saved(kind: type[nn.Module]) -> None:
     """The buffers after the backward are the same objects in the same version."""
@@ -336,16 +295,3 @@ def test_the_backward_bumps_no_version_that_a_graph_saved(kind: type[nn.Module])
         return weight.grad, state_of(model)
 
     assert_exact(program)
-
-
-def test_a_big_buffer_that_never_moves_is_not_copied() -> None:
-    """Cost is paid only by segments that move state."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    model.register_buffer("table", torch.rand(1_000_000))
-
-    def step() -> None:
-        zoo.recompute(model, *rows()).sum().backward()
-
-    step()
-    step()
-    assert trace(step, torch.get_default_device()).peak < 1_000_000

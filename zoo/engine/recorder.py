@@ -1,0 +1,210 @@
+"""The dispatch mode that records the kernels of a segment, and the base of all such modes."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from zoo._torch import Args, Kwargs, Operator, PyTree, TorchDispatchMode
+from zoo.engine.devices import draws_of
+from zoo.engine.dispatch_keys import kernel_of, with_present_keys
+from zoo.engine.operands import External, ScratchArgument, Value
+from zoo.engine.operator_effects import (
+    KNOWN,
+    Effects,
+    Kernel,
+    effects_of,
+    notice_python_kernels,
+    statistics_of,
+    tensors_in,
+    written_by,
+)
+from zoo.engine.recording import RecordedKernel, Recording
+from zoo.engine.segments import thread
+from zoo.engine.tensor_state import counted, has_own_storage, parts_of_wrapper, storage_of
+from zoo.engine.unseen_writes import fill, filled_empty, new_mark
+
+
+class KernelMode(TorchDispatchMode):
+    """Sees each kernel, and higher-order operators too.
+
+    Where a kind of it says so, a compiled block inside stays compiled: it is one operator then.
+    """
+
+    supports_higher_order_operators = True
+    keeps_compiled = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Returns whether compiled blocks stay compiled; torch asks."""
+        return cls.keeps_compiled
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keeps torch from importing its compiler, which is off in here anyway."""
+        return False
+
+
+class Recorder(KernelMode):
+    """Records the kernels of an outermost segment, and runs others as they are."""
+
+    # what a compiled block saves is kept
+    keeps_compiled = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording: Recording | None = None
+
+    def __enter__(self) -> Self:
+        notice_python_kernels()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_dispatch__(
+        self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
+        """Runs a kernel and records it."""
+        if types and not all(map(has_own_storage, types)):
+            # its own dispatch takes it apart, and the parts come here again
+            self._note_wrappers(args, kwargs)
+            return NotImplemented
+        effects = KNOWN.get(id(func)) or effects_of(func)
+        if kwargs is None:
+            kwargs = {}
+        recording = self.recording
+        if effects.ignored:
+            if effects.detaches and recording is not None:
+                recording.storages.note_detach(args[0])
+            return func._op(*args, **kwargs)
+        if thread.replaying:
+            return with_present_keys(func, args, kwargs)(*args, **kwargs)
+        if recording is not None and not effects.simple:
+            return self._run(recording, func, effects, args, kwargs)
+        # not the operator, which is a Python function that calls this
+        function = kernel_of(func, effects, args, kwargs)
+        if recording is None:
+            # between the segments of a plan
+            written = [*written_by(effects, args, kwargs), *statistics_of(effects, args).values()]
+            return self._run_unrecorded(function, effects, written, args, kwargs)
+        settings = recording.settings_for(effects)
+        kernel = RecordedKernel(function, recording.count, settings, args)
+        recording.encode(kernel, kwargs)
+        out = function(*args, **kwargs)
+        if not kernel.is_kept:
+            recording.append(kernel, effects, out)
+        return out
+
+    def _note_wrappers(self, args: Args, kwargs: Kwargs | None) -> None:
+        """Makes replays refuse external parts of wrappers that were written since."""
+        if self.recording is None or thread.replaying:
+            return
+        for wrapper in tensors_in((args, kwargs)):
+            for part in parts_of_wrapper(wrapper):
+                external = self.recording.storages.refer(part)
+                if isinstance(external, External):
+                    external.wrapper = counted(wrapper)
+
+    def before_write(self, tensor: Tensor) -> None:
+        """Called before a kernel writes an external tensor."""
+        if self.recording is not None:
+            self.recording.storages.before_write(tensor)
+
+    def _run(
+        self, recording: Recording, func: Operator, effects: Effects, args: Args, kwargs: Kwargs
+    ) -> PyTree:
+        """Runs what does more than to make its results."""
+        if effects.reshapes:
+            self._before_reshape(recording, func, args[0])
+            return func(*args, **kwargs)
+        if effects.empty:
+            return _run_empty(recording, func, effects, args, kwargs)
+        function = kernel_of(func, effects, args, kwargs)
+        written = written_by(effects, args, kwargs)
+        keeps, segment = effects.keeps_results(args, kwargs), thread.segment
+        if segment is not None and effects.seeded and not (keeps or effects.makes):
+            keeps = segment.count_draw(written)
+        draws = draws_of(args, kwargs) if effects.seeded and not keeps else None
+        if keeps or (effects.seeded and draws is None):
+            return self._run_unrecorded(function, effects, written, args, kwargs)
+        values = [recording.storages.target(tensor, effects) for tensor in written]
+        # all that it writes is external and is there
+        is_there = bool(written) and not effects.makes and not any(values)
+        # or it may read what it wrote, of which each argument has a copy in a replay
+        if is_there or (None in values and _is_given_twice(written, values, args, kwargs)):
+            return self._run_unrecorded(function, effects, written, args, kwargs)
+        targets = [*zip(written, values, strict=True)]
+        settings = recording.settings_for(effects)
+        kernel = RecordedKernel(function, recording.count, settings, args)
+        encoded = kwargs
+        if written:
+            encoded = recording.put_writes(kernel, effects, targets, kwargs)
+        elif statistics := statistics_of(effects, args):
+            self._leave_out_statistics(kernel, statistics)
+        recording.encode(kernel, encoded)
+        if kernel.is_kept:
+            return self._run_unrecorded(function, effects, written, args, kwargs)
+        external = [tensor for tensor, value in targets if value is None]
+        out = self._run_unrecorded(function, effects, external, args, kwargs)
+        if draws:
+            recording.note_draws(kernel, draws, segment.first if segment else recording.count)
+        recording.append(kernel, effects, out)
+        return out
+
+    def _before_reshape(self, recording: Recording, func: Operator, tensor: Tensor) -> None:
+        """Notes another geometry, or another storage, which counts as a version."""
+        if (value := recording.storages.value_of(tensor)) is not None:
+            recording.storages.reshape(value, tensor)
+        else:
+            self.before_write(tensor)
+        if func._schema.name == "aten::resize_":
+            recording.storages.forget(tensor)
+
+    def _run_unrecorded(
+        self, function: Kernel, effects: Effects, external: list[Tensor], args: Args, kwargs: Kwargs
+    ) -> PyTree:
+        """Runs a kernel that writes tensors which are external, at least from now on."""
+        for tensor in external:
+            self.before_write(tensor)
+        out = function(*args, **kwargs)
+        if effects.lists:
+            # below a mode a kernel of lists does not count the versions that it makes
+            torch.autograd.graph.increment_version(written_by(effects, args, kwargs))
+        return out
+
+    def _leave_out_statistics(self, kernel: RecordedKernel, statistics: dict[int, Tensor]) -> None:
+        """Leaves running statistics, which a norm does not read, out of its replay.
+
+        Statistics of another data type choose another kernel, which gets scratch memory for them.
+        """
+        for position, tensor in statistics.items():
+            self.before_write(tensor)
+            is_alike = tensor.dtype is kernel.args[0].dtype
+            kernel.args[position] = None if is_alike else ScratchArgument(tensor)
+
+
+def _run_empty(
+    recording: Recording, func: Operator, effects: Effects, args: Args, kwargs: Kwargs
+) -> PyTree:
+    """Runs what makes memory without content: its replay reads nothing, not even a model."""
+    out = func._op(*args, **kwargs)
+    # a norm on the CPU reserves no bytes, which to record would cost more than to keep
+    if out.layout is torch.strided and (out.dtype is not torch.uint8 or out.numel()):
+        mark = new_mark()
+        fill(out.untyped_storage(), mark)
+        settings = recording.settings_for(effects)
+        layout = out.size(), out.stride(), mark
+        kernel = RecordedKernel(filled_empty, recording.count, settings, layout)
+        kernel.kwargs = {"dtype": out.dtype, "device": out.device}
+        recording.append(kernel, effects, out)
+    return out
+
+
+def _is_given_twice(
+    written: list[Tensor], values: Sequence[Value | None], args: Args, kwargs: Kwargs
+) -> bool:
+    """Returns whether external memory that a kernel writes is also that of another argument."""
+    storages = Counter(id(storage_of(tensor)) for tensor in tensors_in((args, kwargs)))
+    external = (tensor for tensor, value in zip(written, values, strict=True) if value is None)
+    return any(storages[id(storage_of(tensor))] > 1 for tensor in external)

@@ -1,0 +1,361 @@
+"""Segments, ranges of recorded kernels, and handles, which stand for what autograd saves there.
+
+A segment holds what encloses it, a recording its kernels, and kernels their values; nothing holds
+the other way round, so that all is freed without the garbage collector.
+"""
+
+import bisect
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Optional, Protocol, final
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.autograd.graph import Node
+
+from zoo._torch import DisableTorchDispatch, FakeTensor, PyTree, sequence_number
+from zoo.engine.devices import PACKED_SIZE
+from zoo.engine.operands import External, Reference, Value, View, external_of
+from zoo.engine.operator_effects import name_of_kernel
+from zoo.engine.recording import RecordedKernel, Recording
+from zoo.engine.replay_check import OTHER_NUMBERS, SampleComparison, TensorDescription
+from zoo.engine.tensor_state import (
+    Original,
+    alive,
+    detached,
+    gone,
+    original_of,
+    roles_of,
+    storage_of,
+)
+from zoo.engine.unseen_writes import fingerprint, read, read_memory
+from zoo.errors import RecomputeError
+
+# hooks for saved tensors
+Pack = Callable[[Tensor], object]
+Unpack = Callable[[PyTree], Tensor]
+# a recorded kernel to replay, and the values that nothing reads after it
+Scheduled = tuple[RecordedKernel, Sequence[Value]]
+
+
+class Segment:
+    """Recorded kernels whose results are not kept: a whole recording, or a range inside of one."""
+
+    def __init__(self, parent: Optional["Segment"]) -> None:
+        self.parent = parent
+        self.recording: Recording = (
+            Recording(thread.observer) if parent is None else parent.recording
+        )
+        self.first = self.recording.count
+        self.end: int | None = None
+        self.drawn = 0  # bytes that kernels drew on the CPU
+        self.handles: list[weakref.ref[Handle]] = []  # in the order of their operations
+        self._inner: Sequence[weakref.ref[Segment]] = ()
+        # what a replay for all that was saved would run, and for how many handles that is; those of
+        # segments inside count, so that it is never taken for what this one alone needs
+        self.scheduled: list[Scheduled] = []
+        self.scheduled_for = -1
+        # what the replay of the enclosing segment has made for this one, and the versions of that
+        self.inputs: dict[Value, tuple[Tensor, int]] | None = None
+        if parent is None:
+            SEGMENTS.add(weakref.ref(self, _drop_segment))
+        else:
+            parent._inner = (*parent._inner, weakref.ref(self))
+
+    def count_draw(self, written: list[Tensor]) -> bool:
+        """Counts the bytes that a kernel draws; returns whether all take fewer than a state."""
+        if len(written) != 1 or not written[0].is_cpu:
+            return False
+        self.drawn += written[0].nbytes
+        return self.drawn <= PACKED_SIZE
+
+    def living(self) -> list["Handle"]:
+        """Returns the handles of this segment itself that a backward may still open."""
+        return [
+            handle
+            for reference in self.handles
+            if (handle := reference()) is not None
+            and handle.kept is None
+            and not handle.is_written
+            and handle.segment is self
+        ]
+
+    def inner(self) -> list["Segment"]:
+        """Returns the segments directly inside of this one that have handles or may get some."""
+        return alive(self._inner)
+
+    def all_handles(self) -> list["Handle"]:
+        """Returns the handles of this segment and of those inside."""
+        handles = self.living()
+        for part in self.inner():
+            handles += part.all_handles()
+        return handles
+
+    def makes(self, value: Value) -> bool:
+        """Returns whether a kernel of this segment, or of one inside, made a value."""
+        return self.first <= value.made_at and (self.end is None or value.made_at < self.end)
+
+    def backwards(self) -> Iterator[RecordedKernel]:
+        """Yields the kernels of this segment and of those inside, the last one first."""
+        kernels = self.recording.kernels
+        position = len(kernels)
+        if self.end is not None and position and kernels[-1].index >= self.end:
+            position = bisect.bisect_left(kernels, self.end, key=lambda kernel: kernel.index)
+        while position and kernels[position - 1].index >= self.first:
+            position -= 1
+            yield kernels[position]
+
+
+@final
+class Handle:
+    """A saved tensor that is not kept: the first one that is opened replays its segment.
+
+    Autograd saves tensors by reference. So one that is written after it was saved is refused where
+    its version tells, as in the baseline, and else (`Tensor.data` has a version of its own, and
+    some kernels declare no write) it has the numbers that were written last.
+    """
+
+    __slots__ = (
+        "__weakref__", "base", "counter", "filled", "fingerprint", "has_history", "is_copy",
+        "is_written", "kept", "original", "reference", "segment", "sequence", "tensor", "value",
+        "version", "view", "was_result",
+    )  # fmt: skip
+
+    def __init__(self, segment: Segment, reference: Reference, tensor: Tensor) -> None:
+        self.segment = segment
+        # read more often than a property allows
+        self.reference, self.value = reference, reference.value
+        self.fingerprint = fingerprint(tensor)
+        self.version = tensor._version
+        # which operation of autograd's saved it
+        self.sequence = sequence_number()
+        self.has_history, self.was_result = roles_of(tensor, self.sequence)
+        # of a result autograd has the memory, whatever the tensor is given
+        self.original: Callable[[], Tensor | None]
+        if self.was_result:
+            self.original = weakref.ref(tensor)
+        else:
+            self.original = original_of(tensor, tensor.untyped_storage())
+        # shares the version of the tensor, once that is written; and where it is
+        self.counter: Tensor | None = None
+        self.view: View | None = None
+        # of a view what it is one of, which has the same version
+        self.base: Callable[[], Tensor | None] = gone
+        if (base := tensor._base) is not None:
+            self.base = weakref.ref(base)
+            self.view = reference if type(reference) is View else View(tensor)
+        self.is_written = False
+        self.is_copy = False  # what was saved is a value that a replay inside of the forward made
+        self.tensor: Tensor | None = None
+        self.filled = 0  # the version of that
+        self.kept: External | None = None
+
+    @property
+    def is_result(self) -> bool:
+        """Whether the operation that made the tensor saved it; asked while the tensor is held."""
+        original = self.original()
+        # of a view whose base was written since, which cannot be opened, autograd makes the history
+        # anew when it is asked for: a node that comes earlier in the backward, or an error
+        if original is None or original._version != self.version:
+            return False
+        made_by = original.grad_fn
+        if made_by is None or made_by._sequence_nr() != self.sequence - 1:
+            return False
+        base = original._base
+        return base is None or hasattr(made_by, "apply") or _is_just_written(base, made_by)
+
+    def keep_if_replaced(self, tensor: Tensor) -> None:
+        """Keeps the tensor if it is this one, which has been given other memory.
+
+        Of an operation's argument autograd has the tensor itself, and in its backward the numbers
+        that are there then; of its result the memory.
+        """
+        if self.original() is tensor and not self.is_result:
+            self.keep()
+
+    def keep(self) -> None:
+        """Keeps the tensor after all, which is there: it is about to be read."""
+        original = self.original()
+        if original is None:
+            original = self._as_of_base()
+        assert original is not None, "the reader holds the tensor"
+        self.kept = kept = external_of(original)
+        # since which autograd minds a write
+        kept.version = self.version
+        kept.has_history, kept.is_result = self.has_history, self.was_result
+        self.segment.recording.storages.hold(kept)
+
+    def _as_of_base(self) -> Tensor | None:
+        """Returns the view that it was, of a base that is still held."""
+        base = self.base()
+        if base is None or self.view is None:
+            return None
+        with DisableTorchDispatch():
+            return self.view.on(detached(base))
+
+    def move_to(self, segment: Segment) -> None:
+        """Makes it one of another segment of the same recording."""
+        self.segment = segment
+        segment.handles.append(weakref.ref(self))
+
+    def before_write(self) -> None:
+        """Called before a recorded kernel writes the storage of the tensor."""
+        original = self.original()
+        there = self.base() if original is None else original
+        if self.is_copy:
+            # in the baseline it is the memory that is written
+            self.is_written = True
+        elif there is None:
+            # it has no holder any more, but what it was detached to may have its version
+            self.is_written = self.counter is None
+        elif self.counter is None and type(there) is not FakeTensor:
+            self.counter = counter_of(there)
+            if original is not None:
+                self.view = View(original)
+            elif type(self.fingerprint) is bytes:
+                # after this nothing tells whether code that torch does not see wrote it before
+                view = self._as_of_base()
+                self.is_written = view is not None and self.fingerprint != read(view)
+
+    def mark_external(self, storage: UntypedStorage) -> None:
+        """Called before the storage of the tensor is written unrecorded: the tensor is kept."""
+        original = self.original()
+        there = self.base() if original is None else original
+        # `Tensor.data` may have given it other memory
+        if there is not None and storage_of(there) is storage:
+            self.keep()
+        else:
+            self.is_written = True
+
+    def look_for_writes(self) -> None:
+        """Looks at the end of the forward whether the tensor was written after it was saved."""
+        original = self.original()
+        if original is not None:
+            storages = self.segment.recording.storages
+            storages.look_for_replaced(original, storages.value_of(original))
+            if self.kept is not None:
+                return
+            self.before_write()
+            # a write that counts is refused where this one is opened, and only there
+            is_there = storage_of(original) is self.value.home()
+            if self.fingerprint is not None and original._version == self.version and is_there:
+                # code that torch does not see may have written it since
+                self.fingerprint = fingerprint(original)
+        elif not (type(self.original) is Original and self.original.is_replaced):
+            self.original = gone
+        reference, value = self.reference, self.value
+        if value.after is None or self.counter is None or self.counter._version != self.version:
+            return
+        while value.after is not None:
+            value = value.after
+        view = reference if type(reference) is View else self.view
+        assert view is not None, "it is noted with the version"
+        view.value = self.value = value
+        self.reference, self.fingerprint = view, None
+
+    def fill(self) -> SampleComparison | None:
+        """Takes the tensor out of a replay; returns what is left to compare, on its device."""
+        reference, tensor = self.reference, self.value.replayed
+        assert tensor is not None, "a replay makes what its handles want"
+        # autograd gives it its history again; before that a view of it has none
+        if tensor.requires_grad:
+            tensor.requires_grad_(False)
+        if type(reference) is View:
+            tensor = reference.on(tensor)
+        before, compared = self.fingerprint, None
+        if isinstance(before, Tensor):
+            compared = SampleComparison(self._described(tensor), tensor, before)
+        elif before is not None and before != read(tensor):
+            raise RecomputeError(f"a replayed tensor {self._described(tensor)} {OTHER_NUMBERS}")
+        self.tensor = tensor = self._as_it_is(tensor)
+        self.filled = tensor._version
+        return compared
+
+    def _described(self, tensor: Tensor) -> TensorDescription:
+        """Says what a replayed tensor is, for the error if it has other numbers."""
+        value = self.value
+        kernels = self.segment.recording.kernels
+        function = next(one.function for one in kernels if one.index == value.made_at)
+        # one with keys holds another
+        operator = name_of_kernel(getattr(function, "kernel", function))
+        return TensorDescription(operator, tuple(tensor.shape), tensor.dtype, tensor.device)
+
+    def _as_it_is(self, replayed: Tensor) -> Tensor:
+        """Returns the tensor itself where it is held: what torch does not see may write it.
+
+        Where its memory alone is held and other numbers are there now, it cannot be opened.
+        """
+        original, home = self.original(), self.value.home()
+        if original is not None:
+            is_here = storage_of(original) is home or not self.is_result
+            return detached(original) if is_here and type(original) is not FakeTensor else replayed
+        if home is not None and type(self.fingerprint) is bytes and self.fingerprint:
+            start, size = int(replayed.storage_offset()) * replayed.itemsize, replayed.nbytes
+            if start + size <= home.nbytes():
+                self.is_written = self.fingerprint != read_memory(home.data_ptr() + start, size)
+        return replayed
+
+
+def _is_just_written(base: Tensor, made_by: Node) -> bool:
+    """Returns whether the history of a view was made anew since an operation wrote the view.
+
+    Not as that of an argument whose base was written: between what wrote the base and the first
+    autograd node of that history is the operation then that reads the view.
+    """
+    written_by, behind = base.grad_fn, made_by.next_functions
+    while written_by is not None and behind and behind[0][0] is not None:
+        if behind[0][0] is written_by:
+            return bool(made_by._sequence_nr() == written_by._sequence_nr() + 1)
+        made_by = behind[0][0]
+        behind = made_by.next_functions
+    return False
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False), DisableTorchDispatch():
+        return torch.empty((), dtype=dtype, device=device)
+
+
+def counter_of(tensor: Tensor) -> Tensor:
+    """Returns a tensor without memory of its own that shares the version counter of this one."""
+    counter = detached(tensor)
+    with DisableTorchDispatch():
+        counter.data = _nothing(tensor.dtype, tensor.device).expand(tensor.shape)
+    return counter
+
+
+class BlockListener(Protocol):
+    """What opens and closes segments between kernels (`kernel_segments.Conductor`)."""
+
+    def enter(self, block: str) -> None:
+        """Called before a block of the model runs."""
+
+    def leave(self) -> None:
+        """Called after a block of the model ran."""
+
+
+class Thread(threading.local):
+    """What is under way on this thread."""
+
+    segment: Segment | None = None
+    conductor: BlockListener | None = None
+    replaying = False
+    # zoo's hooks for saved tensors, while a program disables all
+    paused: tuple[tuple[Pack, Unpack], ...] = ()
+    # returns the source location of the code that runs now
+    observer: Callable[[], object] | None = None
+    origin: object = None  # where the kernel that is replayed now was called
+    # the backward that opened segments here last, and which they are
+    backward = -1
+    opened: list[weakref.ref[Segment]]
+    # the backward inside of a forward that was last here, and the first operation that it runs
+    inside = (-1, 0)
+
+
+thread = Thread()
+# the outermost segments that a backward may still open
+SEGMENTS: set[weakref.ref[Segment]] = set()
+_drop_segment = SEGMENTS.discard
