@@ -157,7 +157,7 @@ SIZES: Mapping[str, tuple[float, Mapping[str, Any]]] = {
     "llama_tiny": (
         0.1,
         {**_LLAMA, "width": 64, "depth": 2, "heads": 4, "groups": 2, "head_width": 16,
-         "mlp_width": 128, "vocabulary": 512, "positions": 256},
+         "mlp_width": 128, "vocabulary": 512, "positions": 1024},
     ),
     "llama3_2_1b": (
         1236,
