@@ -11,9 +11,10 @@ from typing import Any, Protocol
 
 from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.errors import ArgumentError, ModelNameError, nearest, shortened
-from zoo.models import densenet, gpt2, preactivation_resnet, resnet, vit
+from zoo.models import densenet, gpt2, llama, preactivation_resnet, resnet, vit
 from zoo.models.lstm import GRULanguageModel, LSTMLanguageModel
 from zoo.models.model import Model
+from zoo.models.unet import UNet
 from zoo.models.vnet import VNet
 from zoo.policy.budget import Budget, Overhead
 from zoo.policy.options import Checkpoint
@@ -152,8 +153,10 @@ _FAMILIES = (
     (LSTMLanguageModel, {"lstm": (14.0, {})}),
     (GRULanguageModel, {"gru": (13.8, {})}),
     (VNet, {"vnet": (45.6, {})}),
+    (UNet, {"unet": (31.2, {})}),
     (vit.ViT, vit.SIZES),
     (gpt2.GPT2, gpt2.SIZES),
+    (llama.Llama, llama.SIZES),
 )
 _FACTORIES = {
     name: _factory(name, millions, model, size)

@@ -9,16 +9,18 @@ from typing import Any
 
 _CIFAR = {"data": "digits", "size": 32, "batch_size": 8, "accelerator_batch_size": 128}
 _IMAGENET = {"data": "photographs", "size": 224, "batch_size": 4, "accelerator_batch_size": 64}
+_TEXT = {"data": "text", "size": 512, "batch_size": 1, "accelerator_batch_size": 8}
+_VOLUME = {"data": "volume", "size": 64, "batch_size": 1, "accelerator_batch_size": 4}
 _WORDS = {"data": "stream", "size": 200, "batch_size": 10, "accelerator_batch_size": 80}
 
 RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (
     *((name, _CIFAR) for name in ("resnet110", "resnet164", "resnet1001", "resnet1202")),
     *((name, _CIFAR) for name in ("densenet100", "densenet190")),
     ("vit_*", _IMAGENET | {"optimizer": "adamw"}),
-    ("gpt2*", {"data": "text", "size": 512, "batch_size": 1, "accelerator_batch_size": 8}),
+    *((pattern, _TEXT) for pattern in ("gpt2*", "llama*", "qwen*")),
     ("lstm*", _WORDS),
     ("gru*", _WORDS),
-    ("vnet*", {"data": "volume", "size": 64, "batch_size": 1, "accelerator_batch_size": 4}),
+    *((pattern, _VOLUME) for pattern in ("vnet*", "unet*")),
     ("*", _IMAGENET),
 )
 

@@ -46,16 +46,22 @@ def check_images(model: str, inputs: Sequence[Any], first: Any, axes: str = "NCH
     return images
 
 
-def check_norm(model: str, images: Tensor, norm: Any, stride: int, halvings: int = 0) -> None:
+def check_norm(
+    model: str, images: Tensor, norm: Any, strides: int | Sequence[int], halvings: int = 0
+) -> None:
     """Raises InputError where a norm would see one value per channel of the smallest maps.
 
     Their size is that of the images by the stride, rounded up, then halved and rounded down.
     """
-    if not isinstance(norm, nn.BatchNorm2d | nn.BatchNorm3d | nn.InstanceNorm3d):
+    if not isinstance(
+        norm, nn.BatchNorm2d | nn.BatchNorm3d | nn.InstanceNorm2d | nn.InstanceNorm3d
+    ):
         return
+    sizes = images.shape[2:]
+    strides = [strides] * len(sizes) if isinstance(strides, int) else strides
     # a list, since torch.compile takes no generator here
-    values = prod([ceil(size / stride) >> halvings for size in images.shape[2:]])
-    values *= 1 if isinstance(norm, nn.InstanceNorm3d) else len(images)
+    values = prod([ceil(size / by) >> halvings for size, by in zip(sizes, strides, strict=True)])
+    values *= 1 if isinstance(norm, nn.InstanceNorm2d | nn.InstanceNorm3d) else len(images)
     if values == 1 and (norm.training or not norm.track_running_stats):
         raise InputError(
             f"{model}'s norms need at least 2 values per channel where its maps are smallest; "
@@ -96,6 +102,20 @@ def check_tokens(
         )
     if type(targets) is Tensor:
         _check_range(model, targets, vocabulary, ignored=IGNORED)
+
+
+def check_per_token(model: str, tokens: Tensor, **given: Tensor | None) -> None:
+    """Raises InputError unless each tensor that is given has a whole number for each token."""
+    for name, value in given.items():
+        if value is None:
+            continue
+        if not isinstance(value, Tensor) or value.shape != tokens.shape:
+            got = tuple(value.shape) if isinstance(value, Tensor) else shortened(value)
+            raise InputError(
+                f"{model} takes a {name} for each of the tokens {tuple(tokens.shape)}; got {got}"
+            )
+        if value.is_floating_point() or value.is_complex():
+            raise InputError(f"{model} takes {name} of whole numbers; got {value.dtype}")
 
 
 def check_arguments(model: str, minimum: int = 1, **values: Any) -> None:

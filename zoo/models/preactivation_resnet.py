@@ -86,7 +86,7 @@ class PreactivationResNet(ResidualNetwork):
     def forward(self, *inputs: Tensor) -> Any:
         """Runs the first convolution, the stages, the last norm and the classifier."""
         images = check_images("PreactivationResNet", inputs, self.conv1)
-        check_norm("PreactivationResNet", images, self.bn, stride=4)
+        check_norm("PreactivationResNet", images, self.bn, strides=4)
         features = self.conv1(images)
         for stage in self._stages():
             features = stage(features)

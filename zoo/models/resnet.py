@@ -154,7 +154,7 @@ class ResNet(ResidualNetwork):
     def forward(self, *inputs: Tensor) -> Any:
         """Runs the stem, the stages and the classifier."""
         images = check_images("ResNet", inputs, self.conv1)
-        check_norm("ResNet", images, self._stages()[-1][-1].bn2, stride=32)
+        check_norm("ResNet", images, self._stages()[-1][-1].bn2, strides=32)
         features = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         for stage in self._stages():
             features = stage(features)
