@@ -114,7 +114,7 @@ class Recorder(KernelMode):
     def _run(
         self, recording: Recording, func: Operator, effects: Effects, args: Args, kwargs: Kwargs
     ) -> PyTree:
-        """Runs what does more than to make its results."""
+        """Runs a kernel that may write, draw random numbers or be nondeterministic."""
         if effects.reshapes:
             self._before_reshape(recording, func, args[0])
             return func(*args, **kwargs)

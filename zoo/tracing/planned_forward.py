@@ -276,7 +276,7 @@ class BlockMark(Patch):
 
 @dataclass
 class Notices:
-    """What was said about a model, `name`; each is said once."""
+    """Warnings about a model, `name`; each is logged once."""
 
     name: str
     said: set[str] = field(default_factory=set)
@@ -350,7 +350,7 @@ class PatchedForward(Patch):
         # the most recently used kind of inputs last
         self.traces: dict[InputSpec, Traces] = {}
         self.latest: Script | None = None
-        # whether a step ran, which a plan may no longer end
+        # whether a step ran: from then on a failed planning is a warning, and ends no training
         self.has_run = False
         # whether gradients came from neither parameters nor arguments
         self.has_hidden_gradients = False
@@ -550,7 +550,7 @@ class PatchedForward(Patch):
         return without_modes(step_trace_of, self.module(), given, self.option.step.loss)
 
     def _plan_traced(self, given: Invocation, spec: InputSpec, trace: StepTrace) -> None:
-        operators = [*map(resolved, trace.graph.operators[: trace.graph.of_model])]
+        operators = [*map(resolved, trace.graph.operators[: trace.graph.model_operators])]
         self._plan(given, spec, trace, operators)
 
     def _plan_first(
