@@ -84,6 +84,16 @@ def test_names_say_which_module_did_what() -> None:
     )
 
 
+def test_what_is_written_in_place_is_written_in_the_step_that_makes_it() -> None:
+    """A segment that began between both would copy it, and save nothing."""
+    net = nn.Sequential(
+        nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Hardswish(inplace=True),
+        nn.Linear(8, 8), nn.SiLU(inplace=True), nn.Linear(8, 8), nn.SiLU(),
+    )  # fmt: skip
+    steps = cut(net, Invocation((torch.rand(4, 8),))).names
+    assert steps == ("0", "1 2", "3 4", "5", "6")
+
+
 class AllFunctions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

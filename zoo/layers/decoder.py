@@ -125,7 +125,7 @@ class MLP(nn.Module):
         return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     """Attention, then the MLP, each behind a norm: (N, T, C) -> (N, T, C)."""
 
     def __init__(self, width: int, attention: Attention, mlp: nn.Module, norm: Any) -> None:
@@ -176,7 +176,9 @@ class Rotary(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers and the last norm: tokens (N, T) -> hidden (N, T, C)."""
 
-    def __init__(self, vocabulary: int, width: int, layers: list[Layer], rotary: Rotary, norm: Any):
+    def __init__(
+        self, vocabulary: int, width: int, layers: list[DecoderLayer], rotary: Rotary, norm: Any
+    ):
         super().__init__()
         self.embed_tokens, self.layers = nn.Embedding(vocabulary, width), nn.ModuleList(layers)
         self.norm, self.rotary = norm(width), rotary
