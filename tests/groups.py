@@ -236,7 +236,7 @@ def one_plan() -> None:
     rank, world = distributed.get_rank(), distributed.get_world_size()
 
     def decide(*given: Any) -> list[RoomyPlan]:
-        count = len(given[2])
+        count = len(given[1].outline)
         return [RoomyPlan(zoo.Plan([tuple(range(rank + 1)), *range(rank + 1, count)]))]
 
     with pytest.MonkeyPatch.context() as patch:
