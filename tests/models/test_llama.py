@@ -7,6 +7,7 @@ from torch import nn
 
 import zoo
 from tests.models.runs import blocks_of
+from tests.training import needs_numpy
 from zoo.errors import ArgumentError, InputError
 from zoo.models.llama import Llama
 
@@ -114,7 +115,12 @@ def test_equals_hugging_face_bit_for_bit(kind, tied, dtype, form):
 
 @pytest.mark.parametrize(
     "option",
-    [{"checkpoint": "blocks"}, {"checkpoint": True}, {"checkpoint": 1}, {"memory_budget": 0.99}],
+    [
+        {"checkpoint": "blocks"},
+        {"checkpoint": True},
+        {"checkpoint": 1},
+        pytest.param({"memory_budget": 0.99}, marks=needs_numpy),
+    ],
 )
 def test_experts_are_chosen_and_counted_once_under_every_option(option):
     """A second forward would count each token twice, and after an update choose other experts."""
@@ -191,6 +197,7 @@ def test_published_sizes(build, parameters):
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
+@needs_numpy
 def test_the_8b_is_planned_on_meta():
     with torch.device("meta"):
         model, tokens = zoo.llama3_1_8b(depth=2), torch.zeros(1, 4096, dtype=torch.int64)
