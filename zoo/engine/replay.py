@@ -142,18 +142,26 @@ def without_modes(
     keep `__torch_function__`, by which they know their device.
     """
     before = function_state()
+    is_fake = get_dispatch_mode(FAKE_MODE) is not None
     try:
-        with contextlib.ExitStack() as without:
-            if get_dispatch_mode(FAKE_MODE) is None:
-                without.enter_context(DisableTorchFunction())
-            if are_functorch_transforms_active():
-                without.enter_context(no_transforms())
-            if is_key_included(VMAP_OF_GRADIENTS):
-                without.enter_context(ExcludeKeys(DispatchKeySet(VMAP_OF_GRADIENTS)))
+        with contextlib.nullcontext() if is_fake else DisableTorchFunction():
+            if are_functorch_transforms_active() or is_key_included(VMAP_OF_GRADIENTS):
+                return _without_transforms(function, *args, **kwargs)
             return function(*args, **kwargs)
     finally:
         # once more, where an interrupt has cut it short
         set_function_state(before)
+
+
+def _without_transforms(
+    function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
+) -> Result:
+    with contextlib.ExitStack() as without:
+        if are_functorch_transforms_active():
+            without.enter_context(no_transforms())
+        if is_key_included(VMAP_OF_GRADIENTS):
+            without.enter_context(ExcludeKeys(DispatchKeySet(VMAP_OF_GRADIENTS)))
+        return function(*args, **kwargs)
 
 
 def _call(kernel: RecordedKernel, drops: Sequence[Value]) -> None:
