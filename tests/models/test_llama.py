@@ -2,11 +2,10 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import zoo
-from tests.models.runs import blocks_of
+from tests.models.runs import blocks_of, text
 from tests.training import needs_numpy
 from zoo.errors import ArgumentError, InputError
 from zoo.models.llama import Llama
@@ -61,12 +60,6 @@ def hugging_face(kind, tied=True, dtype=torch.float32, drop_rate=0.0):
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
     return model
-
-
-def text():
-    """Tokens (3, 20) and their next tokens, the last ones ignored as Hugging Face does."""
-    tokens = torch.randint(101, (3, 20), generator=torch.Generator().manual_seed(5))
-    return tokens, F.pad(tokens[:, 1:], (0, 1), value=-100)
 
 
 def padded():

@@ -46,6 +46,12 @@ def check_images(model: str, inputs: Sequence[Any], first: Any, axes: str = "NCH
     return images
 
 
+def multiples_around(size: int, divisor: int) -> str:
+    """Returns in words the multiples of a divisor between which a size lies: "32 or 48"."""
+    below = size // divisor * divisor
+    return f"{f'{below} or ' if below else ''}{below + divisor}"
+
+
 def check_norm(
     model: str, images: Tensor, norm: Any, strides: int | Sequence[int], halvings: int = 0
 ) -> None:

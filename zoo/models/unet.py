@@ -21,7 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.errors import ArgumentError, InputError
-from zoo.layers.checks import check_arguments, check_choice, check_images, check_norm
+from zoo.layers.checks import (
+    check_arguments,
+    check_choice,
+    check_images,
+    check_norm,
+    multiples_around,
+)
 from zoo.layers.unet_blocks import (
     NORMS,
     Layers,
@@ -150,9 +156,8 @@ def _check_levels(
 def _check_sizes(images: Tensor, divisors: Sequence[int]) -> None:
     for size, divisor in zip(images.shape[2:], divisors, strict=True):
         if size % divisor:
-            below, above = size // divisor * divisor, -(-size // divisor) * divisor
             raise InputError(
                 f"unet divides its axes by {(*divisors,)}; {tuple(images.shape)} has one of "
                 f"{size}, which {divisor} does not divide. Crop or pad it to "
-                f"{f'{below} or ' if below else ''}{above}"
+                f"{multiples_around(size, divisor)}"
             )
