@@ -124,11 +124,17 @@ class CountedStep:
             ArgumentError: the model's parameters are spread over processes.
         """
         check_gathered(planner.model)
-        planner = replace(planner, accumulates=self.accumulates, holds_outputs=self.holds_outputs)
-        planner = _with_optimizer_in_backward(planner)
+        in_backward = attached_to(planner.model.parameters()) is not None
+        planner = replace(
+            planner,
+            accumulates=self.accumulates,
+            holds_outputs=self.holds_outputs,
+            optimizer_in_backward=in_backward,
+            counted=None,
+        )
         if self.optimizer != ASSUMED:
-            return replace(planner, optimizer=maker_of(self.optimizer, planner.model), counted=None)
-        return planner if planner.optimizer_in_backward else replace(planner, counted=None)
+            return replace(planner, optimizer=maker_of(self.optimizer, planner.model))
+        return _with_optimizer_in_backward(planner) if in_backward else planner
 
     @property
     def names(self) -> tuple[str, ...]:
