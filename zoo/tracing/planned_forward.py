@@ -47,9 +47,9 @@ from zoo._torch import (
 )
 from zoo.engine.kernel_segments import (
     Conductor,
-    Script,
+    PlannedBranch,
     conducts,
-    fastest,
+    fastest_branch,
     reason_for_plain,
 )
 from zoo.engine.operator_effects import resolved
@@ -292,12 +292,12 @@ class Notices:
 
 @dataclass
 class Traces:
-    """Scripts of the forwards traced for inputs of one kind, the one to begin with last.
+    """Branches of the forward traced for inputs of one kind, the one to begin with last.
 
     Attributes:
         spec: that of the latest traced inputs.
-        branches: for each branch of the forward the script of its plan, and for a budget those of
-            plans for larger inputs.
+        branches: each branch of the forward with its plan, and for a budget with plans for larger
+            inputs.
         strayed: whether the last forward went by none of them; `stray` is its trace, if it could be
             traced ahead.
         can_be_planned: whether no planning failed.
@@ -305,7 +305,7 @@ class Traces:
     """
 
     spec: InputSpec
-    branches: list[Script] = field(default_factory=list)
+    branches: list[PlannedBranch] = field(default_factory=list)
     strayed: bool = False
     stray: tuple[Invocation, StepTrace] | None = None
     can_be_planned: bool = True
@@ -321,7 +321,7 @@ class PatchedForward(Patch):
     Attributes:
         option: what the user chose, from which plans are made.
         patterns: the modules that the user named as blocks.
-        latest: the script that the last forward ran by, or that it planned for the next; None
+        latest: the branch that the last forward ran by, or that it planned for the next; None
             before the first.
     """
 
@@ -349,7 +349,7 @@ class PatchedForward(Patch):
             )
         # the most recently used kind of inputs last
         self.traces: dict[InputSpec, Traces] = {}
-        self.latest: Script | None = None
+        self.latest: PlannedBranch | None = None
         # whether a step ran: from then on a failed planning is a warning, and ends no training
         self.has_run = False
         # whether gradients came from neither parameters nor arguments
@@ -469,12 +469,12 @@ class PatchedForward(Patch):
                 "block by block, which may take more than the budget: sizes that no tensor among "
                 "the arguments shows are known only then. The next of this kind is planned for",
             )
-        if (used := conductor.script) is not None:
+        if (used := conductor.branch) is not None:
             # the next forward begins with the fastest that would have served this one
-            first = fastest(traces.branches[::-1], used.operators, conductor.sizes) or used
+            first = fastest_branch(traces.branches[::-1], used.operators, conductor.sizes) or used
             # not in place: during a sort other threads would find the list empty
             traces.branches = sorted(traces.branches, key=lambda one: one is first)
-        self.latest = conductor.script
+        self.latest = conductor.branch
         if self.option.is_bounded and self._is_to_be_planned(traces, spec):
             # else the next forward is traced, whatever it does
             with contextlib.suppress(ArgumentError):
@@ -493,7 +493,7 @@ class PatchedForward(Patch):
             self._go_by_blocks(traces, error)
 
     def _is_to_be_planned(self, traces: Traces, spec: InputSpec) -> bool:
-        """Returns whether a forward is traced, since no script is known for it, and planned for."""
+        """Returns whether a forward is traced, since no branch is known for it, and planned for."""
         is_new = (not traces.branches or traces.strayed) and traces.can_be_planned
         # under a profiler no kernel can be measured
         waits = self.has_run and self.option.is_bounded and is_profiling()
@@ -650,19 +650,21 @@ class PatchedForward(Patch):
                 "for arguments like these: what goes by none of these plans goes block by block",
                 MOST_PLANNINGS,
             )
-        if fastest(traces.branches, operators, dict(enumerate(sizes))) is not None:
+        if fastest_branch(traces.branches, operators, dict(enumerate(sizes))) is not None:
             # it was another forward that strayed
             return
         if count:
             again = "%s: another path or larger inputs, planned again (%d of %d)"
             _log.info(again, self.notices.name, count + 1, MOST_PLANNINGS)
         outline, plans = without_modes(self._plans_for, given, trace)
-        scripts = [
-            Script(operators, outline.cuts[: len(outline)], plan, trace.graph.visits, sizes, room)
+        branches = [
+            PlannedBranch(
+                operators, outline.cuts[: len(outline)], plan, trace.graph.visits, sizes, room
+            )
             for plan, room in plans
         ]
-        traces.spec, traces.branches = spec, [*traces.branches, *reversed(scripts)]
-        self.latest = scripts[0]
+        traces.spec, traces.branches = spec, [*traces.branches, *reversed(branches)]
+        self.latest = branches[0]
 
     @torch.enable_grad()
     def _plans_for(
