@@ -20,7 +20,8 @@ from tests.tracing.runs import MODELS
 from tests.training import real_peak
 from zoo.engine.operator_effects import resolved
 from zoo.engine.recompute import segment
-from zoo.invocation import Invocation, own_loss
+from zoo.invocation import Invocation
+from zoo.loss import own_loss
 from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.optimal import least
 from zoo.planner.plan import Plan

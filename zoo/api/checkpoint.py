@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from zoo.errors import ArgumentError, shortened
-from zoo.invocation import Inputs, Invocation, Loss, check_loss, check_module, check_step
+from zoo.invocation import Inputs, Invocation, check_loss, check_module, check_step
+from zoo.loss import Loss
 from zoo.planner.plan import Plan
 from zoo.policy.budget import Budget, Overhead, outputs_held
 from zoo.policy.options import Checkpoint, CountedStep, option_for

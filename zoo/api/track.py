@@ -19,17 +19,8 @@ from zoo._torch import FakeTensorMode, PyTree
 from zoo.api.checkpoint import checkpoint as put_in_force, outline_of
 from zoo.engine.devices import random_state_restored
 from zoo.errors import ArgumentError
-from zoo.invocation import (
-    Inputs,
-    Invocation,
-    Loss,
-    check_step,
-    checked_loss,
-    fake_at,
-    nothing_trained,
-    own_loss,
-    with_loss_errors,
-)
+from zoo.invocation import Inputs, Invocation, check_step, fake_at
+from zoo.loss import Loss, checked_loss, nothing_trained, own_loss, with_loss_errors
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
 from zoo.policy.budget import BudgetPlanner

@@ -21,7 +21,8 @@ from zoo._torch import active_fake_mode, is_profiling
 from zoo.engine.devices import name_of
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, BudgetError, PlanError
-from zoo.invocation import InputSpec, Invocation, Loss, device_of
+from zoo.invocation import InputSpec, Invocation, device_of
+from zoo.loss import Loss
 from zoo.optimizer.in_backward import attached_to
 from zoo.optimizer.independence import optimizer_like
 from zoo.planner import schemes
