@@ -32,13 +32,13 @@ class RMSNorm(nn.Module):
 
 
 class Shared(NamedTuple):
-    """What all layers of a forward read.
+    """Tensors that all layers of a forward read.
 
     Attributes:
         cos, sin: of the angles by which queries and keys are rotated, (1 or N, 1, T, head width).
         mask: whether a token reads another, (N, 1, T, T); None where it reads itself and all
             before.
-        routed: what routers of experts add their logits to, (N T, experts).
+        routed: to which routers of experts append their logits (N T, experts).
     """
 
     cos: Tensor
@@ -82,7 +82,7 @@ class Attention(nn.Module):
         query, key = (rotate(states, shared.cos, shared.sin) for states in (query, key))
         grouped = self.shared_by > 1
         if grouped and shared.mask is not None:
-            # of a mask no kernel of torch takes groups
+            # no kernel of torch takes both a mask and groups
             key, value = (
                 repeat(states, "n g t c -> n (g shared) t c", shared=self.shared_by)
                 for states in (key, value)
@@ -136,10 +136,10 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
         """(N, T, C) -> (N, T, C)."""
         x = x + self.self_attn(self.input_layernorm(x), shared)
-        given = self.post_attention_layernorm(x)
+        normed = self.post_attention_layernorm(x)
         if isinstance(self.mlp, MixtureOfExperts):
-            return cast(Tensor, x + self.mlp(given, shared.routed))
-        return cast(Tensor, x + self.mlp(given))
+            return cast(Tensor, x + self.mlp(normed, shared.routed))
+        return cast(Tensor, x + self.mlp(normed))
 
 
 class Rotary(nn.Module):
@@ -208,10 +208,10 @@ def visible_tokens(mask: Tensor | None, positions: Tensor | None) -> Tensor | No
 
     `mask` (N, T) is 0 for padding. In `positions` (N, T) a text begins where they do not rise by 1.
     """
-    given = mask if positions is None else positions
-    if given is None:
+    per_token = mask if positions is None else positions
+    if per_token is None:
         return None
-    order = torch.arange(given.shape[1], device=given.device)
+    order = torch.arange(per_token.shape[1], device=per_token.device)
     visible = (order[:, None] >= order)[None, None]
     if positions is not None:
         begins = F.pad(positions.diff(dim=1) != 1, (1, 0))

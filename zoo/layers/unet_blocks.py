@@ -22,7 +22,7 @@ NORMS: Mapping[str, Mapping[int, Any]] = {
 
 @dataclass(frozen=True)
 class Layers:
-    """What all blocks of a network are made of: so many axes, a norm, dropout behind convolutions.
+    """Makes the layers of a network's blocks: of so many axes, a norm, dropout behind convolutions.
 
     A kernel and a stride are a number, or one for each axis.
     """

@@ -41,7 +41,7 @@ def bottleneck(
 class Residual(nn.Module):
     """Convolutions beside a shortcut: (N, inputs, H, W) -> (N, outputs, H / stride, W / stride)."""
 
-    is_first = False  # of its stage; the network says so
+    is_first = False  # in its stage; set by the network
     downsample: Any
 
     def __init__(self, layers: Sequence[nn.Conv2d], drop_rate: float) -> None:
