@@ -69,8 +69,8 @@ def batches(
         raise ConfigError(
             f"{model.name}: the data {model.data} takes {axes} size(s); got {model.size!r}"
         )
-    found = SOURCES[model.data](model, sizes, Generator().manual_seed(seed))
-    return [batch.to(device) for batch in itertools.islice(found, count)]
+    source = SOURCES[model.data](model, sizes, Generator().manual_seed(seed))
+    return [batch.to(device) for batch in itertools.islice(source, count)]
 
 
 def _photographs(model: ModelConfig, sizes: list[int], random: Generator) -> Iterator[Batch]:
