@@ -174,7 +174,7 @@ class Conductor(Recorder):
         is_query = getattr(func, "namespace", "") == "prim"
         if is_query or thread.replaying or not all(map(has_own_storage, types)):
             return super().__torch_dispatch__(func, types, args, kwargs)
-        # what only the first forward after a seed does is in no branch
+        # operators that only the first forward after a seed runs are in no branch
         is_counted = not makes_dropout_state(func, args, kwargs or {})
         if is_counted:
             self._advance(func)

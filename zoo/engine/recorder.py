@@ -50,7 +50,7 @@ class KernelMode(TorchDispatchMode):
 class Recorder(KernelMode):
     """Records the kernels of an outermost segment; runs all others unrecorded."""
 
-    # what a compiled block saves is kept
+    # saved tensors of a compiled block are kept
     keeps_compiled = True
 
     def __init__(self) -> None:

@@ -155,6 +155,6 @@ def _result_words(record: Record) -> str:
             ratios = [own / whole for own, whole in zip(seconds, baseline, strict=True)]
             ends = quartiles(ratios)
             between = " [{:.2f}, {:.2f}]".format(*ends) if ends else ""
-            # of each round, which slows all variants alike; the ratio of medians is another number
+            # the ratios of rounds, since a slow round slows all variants alike
             times += f", {variant.replace('_', ' ')} ×{median(ratios):.2f}{between}"
     return f"{times}{took}"

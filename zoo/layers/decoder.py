@@ -156,7 +156,7 @@ class Rotary(nn.Module):
     @torch.no_grad()
     def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Positions (1 or N, T) -> cosines and sines (1 or N, 1, T, width), of x's type."""
-        # by no product of matrices, which autocast and TF32 would round
+        # no matrix product, which autocast and TF32 would round
         angles = positions[:, None, :, None].float() * self._frequencies(x.device)
         angles = torch.cat((angles, angles), -1)
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)

@@ -47,7 +47,7 @@ HEADS = ("inplace", "plain", "fused")
 WIDTHS = 8
 # below so many rows a matrix product does little but read the decoder's weight
 ROWS = 32
-# of the rows that are processed at once: small beside the logits, large enough to keep kernels busy
+# rows are processed in so many parts: small beside the logits, large enough to keep kernels busy
 PARTS = 8
 SUM = 2  # `reduction="sum"`, as the operators of torch count
 

@@ -85,7 +85,7 @@ class UNet(Model):
         layers = Layers(axes, norm, drop_rate)
         steps, sizes = list(map(layers.each, strides)), list(map(layers.each, kernels))
         _check_levels(axes, sizes, steps, supervised)
-        # by how much the axes are divided in all
+        # the total stride of each axis
         self.divisors = [prod(of_axis) for of_axis in zip(*steps, strict=True)]
         self.supervised = supervised
         widths = [min(width << level, WIDEST[axes]) for level in range(len(steps))]

@@ -134,7 +134,7 @@ class FreedGradient(Tensor):
         return args[0] if func is ZEROS[0] else None
 
 
-# what `zero_grad(set_to_none=False)` calls
+# the operators of `zero_grad(set_to_none=False)`
 ZEROS = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 
 # called with each parameter whose gradient a backward is about to use and free

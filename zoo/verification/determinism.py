@@ -24,7 +24,7 @@ from zoo._torch import CUDA_SETTINGS, compiler_settings
 from zoo.errors import DeterminismError
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-# those with which cuBLAS repeats itself
+# values with which cuBLAS is deterministic
 WORKSPACES = (":4096:8", ":16:8")
 # how to read and to write what cuDNN chooses by
 CUDNN = CUDA_SETTINGS["cudnn_benchmark"], CUDA_SETTINGS["cudnn_deterministic"]

@@ -17,7 +17,7 @@ from zoo.verification.verdict import Difference
 
 # attributes of every torch module, but for its mode
 BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
-# by kind and name: tensors as they are, everything else as its repr
+# by kind and name: tensors themselves, everything else as its repr
 Record = dict[tuple[str, str], Any]
 
 
