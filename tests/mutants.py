@@ -47,6 +47,8 @@ GUARDS = {
     "../accelerator": """
         devices.indexed: put current device
         devices.peak: put max_memory_allocated""",
+    "../test_groups": """
+        operator_effects._read: never c10d""",
     "../optimizer/test_in_backward": """
         PendingReads._is_held: never of_storage
         PendingReads.are_left: never waiting_in, never any""",
@@ -68,8 +70,6 @@ GUARDS = {
     "pitfalls/test_distributed": """
         replay.external_tensors: never geometry
         saved_tensors._replay_kernels: drop reshard""",
-    "pitfalls/test_distributed test_distributed": """
-        operator_effects._read: never c10d""",
     "pitfalls/test_dropped_graphs": """
         External.detach_graph: bare detach
         Storages.close: drop detach_graph""",
@@ -462,7 +462,8 @@ def _found_by(mutant: Mutant) -> str:
 
 def _failed(folder: Path, mutant: Mutant, tests: Sequence[str]) -> str:
     """Returns the first of some tests that fails, '' if none does."""
-    is_there = any("accelerator" in test or "replay_check" in test for test in tests)
+    words = "accelerator", "replay_check", "test_groups"
+    is_there = any(word in test for word in words for test in tests)
     device = ["--device", "soft"] if is_there else []
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *device, *tests],

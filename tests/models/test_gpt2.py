@@ -125,7 +125,7 @@ def test_loss_is_the_cross_entropy_of_the_scores(chunk_tokens):
     assert chunk_tokens < 60 or torch.equal(loss, expected)
 
 
-@pytest.mark.parametrize("shape", [(4, 96), (4, 128)])
+@pytest.mark.parametrize("shape", [(4, 96)])
 def test_the_chosen_chunk_takes_no_more_than_the_best_of_several(shape):
     sizes = {"width": 64, "depth": 4, "heads": 4, "vocabulary": 5000, "positions": 128}
     peak = functools.partial(language_step_peak, zoo.gpt2_small, shape, **sizes)

@@ -460,8 +460,10 @@ def cpu_events() -> Iterator[list[tuple[int, int, int]]]:
         with profiler:
             yield events
     finally:
+        # None where memory ran out as the profiler ended, of which an error is on its way
+        results = profiler.kineto_results
         # a stack, since a deep model's backward nests deeper than Python recurses
-        waiting = [*reversed(profiler.kineto_results.experimental_event_tree())]
+        waiting = [] if results is None else [*reversed(results.experimental_event_tree())]
         while waiting:
             event = waiting.pop()
             waiting.extend(reversed(event.children))

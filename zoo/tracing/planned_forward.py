@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -312,6 +312,15 @@ class Traces:
     plannings: int = 0
 
 
+class TracedForward(NamedTuple):
+    """A traced forward: its arguments, their spec, the trace and the operators without the loss."""
+
+    given: Invocation
+    spec: InputSpec
+    trace: StepTrace
+    operators: Sequence[Operator]
+
+
 class PatchedForward(Patch):
     """A model's forward that runs by a plan where gradients are recorded, in any mode.
 
@@ -323,7 +332,12 @@ class PatchedForward(Patch):
         patterns: the modules that the user named as blocks.
         latest: the branch that the last forward ran by, or that it planned for the next; None
             before the first.
+        traced: the forward that was planned for last, if `keeps_trace`: other options can be
+            planned for it.
     """
+
+    keeps_trace = False
+    traced: TracedForward | None = None
 
     def __init__(
         self,
@@ -551,7 +565,7 @@ class PatchedForward(Patch):
 
     def _plan_traced(self, given: Invocation, spec: InputSpec, trace: StepTrace) -> None:
         operators = [*map(resolved, trace.graph.operators[: trace.graph.model_operators])]
-        self._plan(given, spec, trace, operators)
+        self.plan_for(TracedForward(given, spec, trace, operators))
 
     def _plan_first(
         self, given: Invocation, traces: Traces, forward: Callable[..., PyTree]
@@ -618,7 +632,7 @@ class PatchedForward(Patch):
         try:
             trace = without_modes(step.trace, outputs)
             trace.graph.visits = conductor.visits
-            self._plan(given, spec, trace, conductor.operators)
+            self.plan_for(TracedForward(given, spec, trace, conductor.operators))
             if self.option.step.loss is not None:
                 self.notices.warn(
                     "loss",
@@ -632,10 +646,10 @@ class PatchedForward(Patch):
             self._go_by_blocks(traces, error)
         return outputs
 
-    def _plan(
-        self, given: Invocation, spec: InputSpec, trace: StepTrace, operators: Sequence[Operator]
-    ) -> None:
+    def plan_for(self, traced: TracedForward) -> None:
         """Plans for a traced forward, unless there is a plan that serves it."""
+        given, spec, trace, operators = traced
+        self.traced = traced if self.keeps_trace else None
         traces, count = self._traces_for(spec), self._plannings(spec)
         sizes = [0] * len(operators)
         for call in trace.graph.calls:
