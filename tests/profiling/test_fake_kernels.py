@@ -13,6 +13,7 @@ from torch import Tensor
 from zoo._torch import FakeTensor, FakeTensorMode
 from zoo.profiling.fake_results import (
     ALIKE,
+    IN_PLACE,
     MAKERS,
     POINTWISE,
     result_by_rule,
@@ -37,6 +38,8 @@ def fakes(mode: FakeTensorMode) -> list[Tensor]:
             dense[0].to(memory_format=torch.channels_last),
             dense[0].transpose(1, 2),
             dense[0][:, ::2],
+            dense[0][:, 1:3],
+            dense[0][:, :2],
             torch.empty(2, 4, 6, 8, dtype=torch.float64),
             torch.empty(2, 4, 6, 8, dtype=torch.int64),
         ]
@@ -74,7 +77,7 @@ def agrees(func: Any, *args: Any, **kwargs: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize("func", sorted(POINTWISE, key=str), ids=str)
+@pytest.mark.parametrize("func", sorted(POINTWISE | IN_PLACE, key=str), ids=str)
 def test_arithmetic(func: Any) -> None:
     count = sum(argument.type.kind() == "TensorType" for argument in func._schema.arguments)
     mode = FakeTensorMode()
@@ -90,7 +93,16 @@ def test_arithmetic(func: Any) -> None:
 def test_arithmetic_with_a_number(size: float) -> None:
     # an integer tensor times a fraction is of another type: torch is asked
     mode = FakeTensorMode()
-    assert sum(agrees(aten.mul.Tensor, tensor, size) for tensor in fakes(mode)) == 6
+    assert sum(agrees(aten.mul.Tensor, tensor, size) for tensor in fakes(mode)) == 9
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1, 4])
+def test_concatenation(dim: int) -> None:
+    tensors = fakes(FakeTensorMode())
+    tensors += [tensors[0][:, :0], tensors[0][0, 0, 0, :0]]
+    found = [agrees(aten.cat.default, pair, dim) for pair in itertools.product(tensors, repeat=2)]
+    assert any(found) is (dim < 4)
+    assert not all(found)
 
 
 def test_views() -> None:

@@ -74,6 +74,9 @@ POINTWISE = _operators("Tensor", "add sub mul div") | _operators(
     "relu gelu gelu_backward silu silu_backward sigmoid sigmoid_backward tanh tanh_backward "
     "threshold_backward exp neg sqrt rsqrt",
 )
+# the same, written to the first argument
+IN_PLACE = _operators("Tensor", "add_ sub_ mul_ div_") | _operators("default", "relu_ silu_ tanh_")
+ELEMENTWISE = POINTWISE | IN_PLACE
 # a size comes first, or a tensor of the type and device to make it of
 MAKERS = _operators("default", "ones zeros new_empty new_zeros") | _operators(
     "memory_format", "empty"
@@ -139,7 +142,19 @@ def result_by_rule(mode: FakeTensorMode, func: Operator, args: Args, kwargs: Kwa
         return NotImplemented
     if (is_view(func) or func is UNSAFE_VIEW) and len(tensors) == 1 and func is not LIFT:
         return _view(mode, func, args, kwargs)
-    return _like(mode, tensors[0]) if func in POINTWISE and _are_alike(tensors) else NotImplemented
+    return _elementwise(mode, func, tensors) if func in ELEMENTWISE else NotImplemented
+
+
+def _elementwise(mode: FakeTensorMode, func: Operator, tensors: Sequence[Tensor]) -> PyTree:
+    first, are_dense = tensors[0], _are_dense(tensors)
+    # slices are in order, as those of the gradient of a concatenation
+    if not (_are_of_one_kind(tensors) and (are_dense or _are_in_order(tensors))):
+        return NotImplemented
+    if func in IN_PLACE:
+        return first
+    if are_dense:
+        return _like(mode, first)
+    return _contiguous(mode, first.shape, first.dtype, first.device)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -156,20 +171,30 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-def _are_alike(tensors: Sequence[Tensor]) -> bool:
-    """Returns whether tensors are dense, of one shape, stride, device and floating-point dtype."""
+def _are_of_one_kind(tensors: Sequence[Tensor]) -> bool:
+    """Returns whether tensors are of one shape, device and floating-point dtype."""
     first = tensors[0]
-    return (
-        first.is_floating_point()
-        and _is_dense(first)
-        and all(
-            _is_plain(other)
-            and other.shape == first.shape
-            and other.stride() == first.stride()
-            and other.dtype is first.dtype
-            and other.device == first.device
-            for other in tensors[1:]
-        )
+    return first.is_floating_point() and all(
+        _is_plain(other)
+        and other.shape == first.shape
+        and other.dtype is first.dtype
+        and other.device == first.device
+        for other in tensors[1:]
+    )
+
+
+def _are_dense(tensors: Sequence[Tensor]) -> bool:
+    """Returns whether tensors are dense and of one stride, which their result has, too."""
+    stride = tensors[0].stride()
+    return _is_dense(tensors[0]) and all(other.stride() == stride for other in tensors[1:])
+
+
+def _are_in_order(tensors: Sequence[Tensor]) -> bool:
+    """Returns whether later axes have smaller steps in all tensors: the result is contiguous."""
+    return all(
+        step > following > 0
+        for one in tensors
+        for step, following in itertools.pairwise(one.stride())
     )
 
 
@@ -238,6 +263,21 @@ def _clone(mode: FakeTensorMode, tensor: Tensor, **others: PyTree) -> PyTree:
     if _is_plain(tensor) and tensor.untyped_storage() in _reserves:
         return _view(mode, _aten.alias.default, (tensor,), {})
     return _alike(mode, tensor, **others)
+
+
+def _joined(mode: FakeTensorMode, tensors: Sequence[Tensor], dim: int = 0) -> PyTree:
+    """Concatenates tensors; the result is contiguous if the first one is in no other format."""
+    first, axes = tensors[0], len(tensors[0].shape)
+    if not (-axes <= dim < axes and all(map(_is_plain, tensors)) and _are_in_order(tensors[:1])):
+        return NotImplemented
+    dim %= axes
+    kinds = {(*one.shape[:dim], *one.shape[dim + 1 :], one.dtype, one.device) for one in tensors}
+    # an empty one may have any shape
+    if len(kinds) > 1 or not all(len(one.shape) == axes and one.numel() for one in tensors):
+        return NotImplemented
+    shape = [*first.shape]
+    shape[dim] = sum(one.shape[dim] for one in tensors)
+    return _contiguous(mode, shape, first.dtype, first.device)
 
 
 def _alike(mode: FakeTensorMode, tensor: Tensor, **others: PyTree) -> PyTree:
@@ -417,6 +457,7 @@ _RULES: dict[Operator, Callable[..., PyTree]] = {
     **dict.fromkeys(MAKERS, _made),
     **dict.fromkeys(ALIKE, _alike),
     _aten.clone.default: _clone,
+    _aten.cat.default: _joined,
     _aten.empty_strided.default: _empty_strided,
     _aten.set_.source_Storage: _set_storage,
     _aten.set_.source_Storage_storage_offset: _set_storage,

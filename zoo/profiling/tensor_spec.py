@@ -175,7 +175,8 @@ def _of_arguments(tensors: Iterable[Tensor]) -> list[TensorSpec]:
     numbers, storages = dict[int, int](), dict[int, int]()
     specs = [
         TensorSpec.of(tensor)._replace(
-            device=torch.device("cpu") if tensor.is_meta else tensor.device,
+            # a fake tensor asks all modes whether it `is_meta`
+            device=torch.device("cpu") if tensor.device.type == "meta" else tensor.device,
             tensor=numbers.setdefault(id(tensor), len(numbers)),
             storage=storages.setdefault(tensor.untyped_storage()._cdata, len(storages)),
         )
