@@ -49,11 +49,10 @@ from zoo._torch import (
 from zoo.engine.operator_effects import DROPOUT_STATE, effects_of, is_view
 from zoo.errors import LONGEST, in_a_line
 from zoo.profiling.cudnn_recurrent import Network, dropout_state_bytes
-from zoo.profiling.tensor_spec import KernelSpec, TensorSpec, tensors_in
+from zoo.profiling.tensor_spec import CPU, KernelSpec, TensorSpec, tensors_in
 
 Shape = Sequence[int]
 _aten = torch.ops.aten
-CPU = torch.device("cpu")
 DATA_NEEDED = DataDependentOutputException, DynamicOutputShapeException
 LSTM = _aten.mkldnn_rnn_layer.default
 RECURRENT = _aten._cudnn_rnn.default

@@ -14,6 +14,9 @@ from torch import Tensor, UntypedStorage
 
 from zoo._torch import (
     Args,
+    DisableTorchDispatch,
+    FakeTensor,
+    FakeTensorMode,
     Kwargs,
     Operator,
     PyTree,
@@ -26,6 +29,7 @@ from zoo.engine.operator_effects import CONSTANTS, DROPOUT_STATE, effects_of, re
 from zoo.engine.tensor_state import parts_of, parts_of_wrapper
 from zoo.optimizer.in_backward import FreedGradient
 
+CPU, META = torch.device("cpu"), torch.device("meta")
 # types that hold no tensor
 VALUES = (int, float, str, type(None), torch.dtype, torch.device, torch.layout)
 
@@ -49,7 +53,7 @@ class TensorSpec(NamedTuple):
     negative: bool = False
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "TensorSpec":
+    def of(cls, tensor: Tensor, number: int = 0, storage: int = 0) -> "TensorSpec":
         """Describes a strided tensor."""
         return cls(
             tuple(tensor.shape),
@@ -58,8 +62,10 @@ class TensorSpec(NamedTuple):
             tensor.dtype,
             tensor.device,
             tensor.untyped_storage().nbytes(),
-            conjugate=tensor.is_conj(),
-            negative=tensor.is_neg(),
+            number,
+            storage,
+            tensor.is_conj(),
+            tensor.is_neg(),
         )
 
     def empty(self, base: Tensor | None = None) -> Tensor:
@@ -77,6 +83,13 @@ class TensorSpec(NamedTuple):
         # detached: for autograd it is no view
         return self._marked(numbers.as_strided(self.shape, self.stride, self.offset).detach())
 
+    def fake(self, mode: FakeTensorMode) -> Tensor:
+        """Makes such a fake tensor, unseen by dispatch modes."""
+        with DisableTorchDispatch():
+            made = self._replace(device=META).empty()
+        fake: Tensor = FakeTensor(mode, made, self.device)
+        return fake
+
     def _marked(self, tensor: Tensor) -> Tensor:
         if self.conjugate:
             tensor = conj(tensor)
@@ -88,8 +101,9 @@ class TensorSpec(NamedTuple):
         """Returns the spec of the same tensor in a storage that holds nothing else."""
         steps = zip(self.shape, self.stride, strict=True)
         reach = 1 + sum((size - 1) * stride for size, stride in steps)
-        numbers = reach if math.prod(self.shape) else 0
-        return self._replace(offset=0, bytes=numbers * self.dtype.itemsize)
+        size = reach * self.dtype.itemsize if math.prod(self.shape) else 0
+        is_alone = self.offset == 0 and self.bytes == size
+        return self if is_alone else self._replace(offset=0, bytes=size)
 
 
 def made_of(specs: Sequence[TensorSpec]) -> list[Tensor]:
@@ -174,14 +188,15 @@ def _of_arguments(tensors: Iterable[Tensor]) -> list[TensorSpec]:
     """
     numbers, storages = dict[int, int](), dict[int, int]()
     specs = [
-        TensorSpec.of(tensor)._replace(
-            # a fake tensor asks all modes whether it `is_meta`
-            device=torch.device("cpu") if tensor.device.type == "meta" else tensor.device,
-            tensor=numbers.setdefault(id(tensor), len(numbers)),
-            storage=storages.setdefault(tensor.untyped_storage()._cdata, len(storages)),
+        TensorSpec.of(
+            tensor,
+            numbers.setdefault(id(tensor), len(numbers)),
+            storages.setdefault(tensor.untyped_storage()._cdata, len(storages)),
         )
         for tensor in tensors
     ]
+    # a fake tensor asks all modes whether it `is_meta`
+    specs = [one._replace(device=CPU) if one.device.type == "meta" else one for one in specs]
     views = Counter({spec.tensor: spec.storage for spec in specs}.values())
     return [spec.alone() if views[spec.storage] == 1 else spec for spec in specs]
 
@@ -234,8 +249,13 @@ def tensors_in(value: PyTree) -> list[Tensor]:
     else:
         # a pytree knows all containers, but takes ten times as long
         parts = [leaf for leaf in pytree.tree_leaves(value) if leaf is not value]
-    parts = (part for part in parts if not isinstance(part, VALUES))
-    return [tensor for part in parts for tensor in tensors_in(part)]
+    tensors: list[Tensor] = []
+    for part in parts:
+        if isinstance(part, Tensor):
+            tensors.append(part)
+        elif not isinstance(part, VALUES):
+            tensors += tensors_in(part)
+    return tensors
 
 
 def flattened(
