@@ -3,10 +3,11 @@
 Tensors, fake or real, can be made from it again; those that shared a storage share one again.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -120,30 +121,32 @@ def made_of(specs: Sequence[TensorSpec]) -> list[Tensor]:
 
 
 class KernelSpec(NamedTuple):
-    """A kernel call: its arguments as a pytree, with a `TensorSpec` for each tensor."""
+    """A kernel call: its arguments, with a `TensorSpec` for each tensor and a tuple for each list.
+
+    Not a pytree of torch's, which takes longer to make than a fake kernel to run.
+    """
 
     operator: str
-    leaves: Args
-    tree: pytree.TreeSpec
+    args: Args
+    kwargs: tuple[tuple[str, PyTree], ...]
 
     @classmethod
     def of(cls, operator: Operator, args: Args, kwargs: Kwargs) -> "KernelSpec | None":
         """Returns the spec of a call; None for a kernel that cannot be called alone."""
-        if effects_of(operator).opaque:
-            return None
-        leaves, tree = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if any(tensor.layout is not torch.strided for tensor in tensors):
+        tensors = tensors_in((args, kwargs))
+        is_strided = all(tensor.layout is torch.strided for tensor in tensors)
+        if effects_of(operator).opaque or not is_strided:
             return None
         specs = iter(_of_arguments(tensors))
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                leaves[index] = next(specs)
-            elif isinstance(leaf, torch.Generator):
-                leaves[index] = None
-            elif not isinstance(leaf, CONSTANTS):
-                return None
-        return cls(str(operator), tuple(leaves), tree)
+        with contextlib.suppress(TypeError):
+            # in the order of `tensors_in`
+            given = _described(args, specs)
+            return cls(
+                str(operator),
+                given,
+                tuple((name, _described(kwargs[name], specs)) for name in kwargs),
+            )
+        return None
 
     def prepared(self) -> tuple[Operator, Args, Kwargs]:
         """Returns the operator and its arguments: floating-point tensors of 0.5, others of 0."""
@@ -153,10 +156,9 @@ class KernelSpec(NamedTuple):
             whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             whole.set_(tensor.untyped_storage())
             whole.fill_(0.5 if tensor.is_floating_point() or tensor.is_complex() else 0)
-        tensors = iter(made)
-        leaves = [next(tensors) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
-        operator = resolved(self.operator)
+        tensors, operator = iter(made), resolved(self.operator)
+        args = [_filled(value, tensors) for value in self.args]
+        kwargs = {name: _filled(value, tensors) for name, value in self.kwargs}
         return operator, _with_dropout_state(operator, args), kwargs
 
     @property
@@ -165,8 +167,41 @@ class KernelSpec(NamedTuple):
         return tuple({spec.storage: spec.bytes for spec in self._tensors}.values())
 
     @property
+    def leaves(self) -> tuple[PyTree, ...]:
+        """Its arguments, those in lists one by one."""
+        return tuple(_leaves((self.args, tuple(value for _, value in self.kwargs))))
+
+    @property
     def _tensors(self) -> tuple[TensorSpec, ...]:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
+
+
+def _described(value: PyTree, specs: Iterator[TensorSpec]) -> PyTree:
+    """Returns an argument with specs for its tensors; raises TypeError for another kind."""
+    if isinstance(value, Tensor):
+        return next(specs)
+    if isinstance(value, list | tuple):
+        return tuple(_described(part, specs) for part in value)
+    if isinstance(value, torch.Generator):
+        return None
+    if not isinstance(value, CONSTANTS):
+        raise TypeError(type(value).__name__)
+    return value
+
+
+def _filled(value: PyTree, tensors: Iterator[Tensor]) -> PyTree:
+    """Returns an argument with the next of the tensors for each spec."""
+    if isinstance(value, TensorSpec):
+        return next(tensors)
+    return [_filled(part, tensors) for part in value] if isinstance(value, tuple) else value
+
+
+def _leaves(value: PyTree) -> Iterator[PyTree]:
+    if isinstance(value, tuple) and not isinstance(value, TensorSpec):
+        for part in value:
+            yield from _leaves(part)
+    else:
+        yield value
 
 
 def _with_dropout_state(operator: Operator, args: Sequence[PyTree]) -> Args:
