@@ -6,7 +6,7 @@ faster. Where torch's results are wrong, the operators that follow are others th
 bytes are missing:
 
 - Fused optimizers write in place and allocate nothing. torch has no fake kernels for them and runs
-  them on real tensors of the same sizes.
+  them on real tensors of the same sizes. For those of lists torch takes long.
 - A kernel may take what torch's rule refuses: the CPU's grouped product of matrices takes float32.
   Each different call runs once, for real.
 - The CPU's LSTM returns a workspace for its backward, and cuDNN's networks a reserve, most of what
@@ -59,6 +59,8 @@ RECURRENT = _aten._cudnn_rnn.default
 # wraps the real tensor of `torch.tensor([...])`
 LIFT = _aten.lift_fresh.default
 BATCH_NORM = _aten.native_batch_norm.default
+# optimizers' kernels, which write lists of tensors in place where they return nothing
+LISTS_WRITTEN = "aten::_fused_", "aten::_foreach_"
 # a view that is not tagged as one
 UNSAFE_VIEW = _aten._unsafe_view.default
 
@@ -93,7 +95,7 @@ def result_of(mode: FakeTensorMode, func: Operator, args: Args, kwargs: Kwargs) 
     if result is not NotImplemented:
         return result
     schema = getattr(func, "_schema", None)
-    if schema is not None and schema.name.startswith("aten::_fused_") and not schema.returns:
+    if schema is not None and schema.name.startswith(LISTS_WRITTEN) and not schema.returns:
         return None
     try:
         result = func(*args, **kwargs)
