@@ -10,10 +10,10 @@ from torch.utils import flop_counter
 from tests.profiling.models import Repeated, profile
 from tests.training import Residuals, images
 from zoo.cli.values import rated_device
+from zoo.engine.operator_effects import resolved
 from zoo.errors import ArgumentError
 from zoo.planner.costs import StepCosts
 from zoo.profiling import kernel_costs as kernels
-from zoo.profiling.fake_results import ELEMENTWISE
 from zoo.profiling.kernel_costs import DEVICES, device_named, measure_kernels
 from zoo.profiling.tensor_spec import KernelSpec
 
@@ -105,7 +105,7 @@ def test_a_kernel_that_takes_no_such_numbers_is_left_to_an_estimate() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_does_not_run_for_its_workspace_takes_none(dtype: torch.dtype) -> None:
     x, specs = torch.rand(8, 64, 6, dtype=dtype), []
-    for func in (*ELEMENTWISE, torch.ops.aten.cat.default):
+    for func in map(resolved, kernels.WITHOUT_WORKSPACE):
         kinds = [argument.type.kind() for argument in func._schema.arguments]
         for one in (x, x[:, ::2], x[:, :, :2].transpose(0, 1)):
             lists = ([one, one],) * kinds.count("ListType")

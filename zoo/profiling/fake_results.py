@@ -25,8 +25,10 @@ bytes are missing:
 """
 
 import contextlib
+import functools
 import itertools
 import math
+import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
@@ -70,10 +72,13 @@ def _operators(overload: str, names: str) -> frozenset[Operator]:
 
 
 # element by element; arguments of one dtype give a result of that dtype
-POINTWISE = _operators("Tensor", "add sub mul div") | _operators(
-    "default",
-    "relu gelu gelu_backward silu silu_backward sigmoid sigmoid_backward tanh tanh_backward "
-    "threshold_backward exp neg sqrt rsqrt",
+POINTWISE = frozenset().union(
+    *(_operators(overload, "add sub mul div") for overload in ("Tensor", "Scalar")),
+    _operators(
+        "default",
+        "relu gelu gelu_backward silu silu_backward sigmoid sigmoid_backward tanh tanh_backward "
+        "threshold_backward exp neg sqrt rsqrt",
+    ),
 )
 # the same, written to the first argument
 IN_PLACE = _operators("Tensor", "add_ sub_ mul_ div_") | _operators("default", "relu_ silu_ tanh_")
@@ -143,7 +148,9 @@ def result_by_rule(mode: FakeTensorMode, func: Operator, args: Args, kwargs: Kwa
         return NotImplemented
     if (is_view(func) or func is UNSAFE_VIEW) and len(tensors) == 1 and func is not LIFT:
         return _view(mode, func, args, kwargs)
-    return _elementwise(mode, func, tensors) if func in ELEMENTWISE else NotImplemented
+    # a complex number makes others complex
+    has_rule = func in ELEMENTWISE and not any(isinstance(value, complex) for value in args)
+    return _elementwise(mode, func, tensors) if has_rule else NotImplemented
 
 
 def _elementwise(mode: FakeTensorMode, func: Operator, tensors: Sequence[Tensor]) -> PyTree:
@@ -169,7 +176,16 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+    """Returns whether the numbers of a tensor lie one after the other, in any order of its axes.
+
+    Where an axis has size 1, torch says which step it gets.
+    """
+    if tensor.is_contiguous():
+        return True
+    by_step = sorted(zip(tensor.stride(), tensor.shape, strict=True))
+    sizes = [size for _, size in by_step]
+    expected = itertools.accumulate([1, *sizes[:-1]], operator.mul)
+    return 1 not in sizes and [step for step, _ in by_step] == [*expected]
 
 
 def _are_of_one_kind(tensors: Sequence[Tensor]) -> bool:
@@ -269,7 +285,8 @@ def _clone(mode: FakeTensorMode, tensor: Tensor, **others: PyTree) -> PyTree:
 def _joined(mode: FakeTensorMode, tensors: Sequence[Tensor], dim: int = 0) -> PyTree:
     """Concatenates tensors; the result is contiguous if the first one is in no other format."""
     first, axes = tensors[0], len(tensors[0].shape)
-    if not (-axes <= dim < axes and all(map(_is_plain, tensors)) and _are_in_order(tensors[:1])):
+    is_formatless = axes not in (4, 5) or first.stride()[1] > first.stride()[-1]
+    if not (-axes <= dim < axes and all(map(_is_plain, tensors)) and is_formatless):
         return NotImplemented
     dim %= axes
     kinds = {(*one.shape[:dim], *one.shape[dim + 1 :], one.dtype, one.device) for one in tensors}
@@ -279,6 +296,21 @@ def _joined(mode: FakeTensorMode, tensors: Sequence[Tensor], dim: int = 0) -> Py
     shape = [*first.shape]
     shape[dim] = sum(one.shape[dim] for one in tensors)
     return _contiguous(mode, shape, first.dtype, first.device)
+
+
+def _product(mode: FakeTensorMode, *tensors: Tensor, axes: int = 2, **_: PyTree) -> PyTree:
+    """Multiplies matrices, with a bias of a row before them or without."""
+    *biases, x, y = tensors
+    shape = (*x.shape[:-1], y.shape[-1])
+    if not (
+        all(map(_is_plain, tensors))
+        and len(x.shape) == len(y.shape) == axes
+        and len({(one.dtype, one.device) for one in tensors}) == 1
+        and (*x.shape[:-2], x.shape[-1]) == tuple(y.shape[:-1])
+        and all(tuple(bias.shape) == shape[-1:] for bias in biases)
+    ):
+        return NotImplemented
+    return _contiguous(mode, shape, x.dtype, x.device)
 
 
 def _alike(mode: FakeTensorMode, tensor: Tensor, **others: PyTree) -> PyTree:
@@ -459,6 +491,8 @@ _RULES: dict[Operator, Callable[..., PyTree]] = {
     **dict.fromkeys(ALIKE, _alike),
     _aten.clone.default: _clone,
     _aten.cat.default: _joined,
+    **dict.fromkeys((_aten.mm.default, _aten.addmm.default), _product),
+    _aten.bmm.default: functools.partial(_product, axes=3),
     _aten.empty_strided.default: _empty_strided,
     _aten.set_.source_Storage: _set_storage,
     _aten.set_.source_Storage_storage_offset: _set_storage,

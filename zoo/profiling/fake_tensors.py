@@ -170,13 +170,14 @@ class FakeTensorFixes(KernelMode):
         if types and not all(map(has_own_storage, types)):
             return NotImplemented
         kwargs = kwargs or {}
-        if self.moves_meta:
+        given = tensors_in((args, kwargs))
+        if self.moves_meta and self._is_moved(given, args, kwargs):
             args, kwargs = pytree.tree_map(self._moved, (args, kwargs))
+            given = tensors_in((args, kwargs))
         if func in QUESTIONS:
             return answer(func, args[0])
         if self.strict:
             refuse_collective(func)
-        given = tensors_in((args, kwargs))
         is_known = self._knows(func, given)
         if is_known and given and torch.Tag.data_dependent_output in func.tags:
             return self._on_reals(func, args, kwargs)
@@ -198,6 +199,14 @@ class FakeTensorFixes(KernelMode):
         elif func is DROPOUT_STATE and type(result) is Tensor:
             self._dropout.add(result.device)
         return result
+
+    @staticmethod
+    def _is_moved(given: Sequence[Tensor], args: Args, kwargs: Kwargs) -> bool:
+        """Returns whether a kernel gets a device, or a tensor that may be on the meta device."""
+        is_fake = all(type(tensor) is FakeTensor for tensor in given)
+        return not is_fake or any(
+            isinstance(value, torch.device) for value in (*args, *kwargs.values())
+        )
 
     def _moved(self, leaf: PyTree) -> PyTree:
         """Replaces a tensor on the meta device by a fake on the CPU, and that device by the CPU."""

@@ -46,7 +46,11 @@ PRODUCTS = frozenset(
     f"aten.{name}" for name in ("addmm", "mm", "bmm", "baddbmm", "addmv", "mv", "addbmm", "dot")
 )
 # operators whose kernels take no workspace on the CPU, of tensors of one dtype
-WITHOUT_WORKSPACE = frozenset(map(str, (*ELEMENTWISE, torch.ops.aten.cat.default)))
+WITHOUT_WORKSPACE = frozenset(
+    str(operator)
+    for operator in (*ELEMENTWISE, torch.ops.aten.cat.default)
+    if operator._overloadname != "Scalar"
+)
 # words that names of devices may begin with
 MAKERS = frozenset({"nvidia", "geforce", "tesla"})
 # the forward's thread and the backward's: each has a handle of its own
