@@ -61,8 +61,6 @@ RECURRENT = _aten._cudnn_rnn.default
 # wraps the real tensor of `torch.tensor([...])`
 LIFT = _aten.lift_fresh.default
 BATCH_NORM = _aten.native_batch_norm.default
-# optimizers' kernels, which write lists of tensors in place where they return nothing
-LISTS_WRITTEN = "aten::_fused_", "aten::_foreach_"
 # a view that is not tagged as one
 UNSAFE_VIEW = _aten._unsafe_view.default
 
@@ -99,8 +97,7 @@ def result_of(mode: FakeTensorMode, func: Operator, args: Args, kwargs: Kwargs) 
     result = result_by_rule(mode, func, args, kwargs)
     if result is not NotImplemented:
         return result
-    schema = getattr(func, "_schema", None)
-    if schema is not None and schema.name.startswith(LISTS_WRITTEN) and not schema.returns:
+    if _only_writes_lists(func, args):
         return None
     try:
         result = func(*args, **kwargs)
@@ -163,6 +160,19 @@ def _elementwise(mode: FakeTensorMode, func: Operator, tensors: Sequence[Tensor]
     if are_dense:
         return _like(mode, first)
     return _contiguous(mode, first.shape, first.dtype, first.device)
+
+
+def _only_writes_lists(func: Operator, args: Args) -> bool:
+    """Returns whether an optimizer's kernel shows nothing but that it writes lists of tensors.
+
+    A counter of steps is torch's own constant in inference mode, which torch then counts up.
+    """
+    schema = getattr(func, "_schema", None)
+    if schema is None or schema.returns:
+        return False
+    is_fused = schema.name.startswith("aten::_fused_")
+    is_of_lists = schema.name.startswith("aten::_foreach_")
+    return is_fused or (is_of_lists and all(map(_is_plain, tensors_in(args))))
 
 
 def _is_plain(tensor: Tensor) -> bool:
