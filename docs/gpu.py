@@ -61,8 +61,9 @@ What runs out is what the allocator has *reserved*, in segments with gaps betwee
 """
 GRAPHS = """\
 A whole training step (forward, replays in the backward, optimizer), captured into a CUDA graph
-after some eager ones, and replayed: no Python runs then. A script measured this once; it is no part
-of `make gpu` yet. Peaks are left out, since several captures shared a process.
+after some eager ones, and replayed: no Python runs then. Rows of commit 6b9466f are by a script;
+`make gpu PART=graphs` measures [`zoo.make_graphed_step`](api.md#zoomake_graphed_step), and compares
+what it leaves with what eager steps do. Peaks are left out: captures shared a process.
 """
 SAME = """\
 Losses, parameters and buffers after four replays with four new batches, beside those of the eager
@@ -269,7 +270,8 @@ def graphs(rows: Rows) -> str:
 
     def cell(row: Row, variants: dict[str, Row]) -> str:
         share = f", {row['share']:g}" if "share" in row else ""
-        return f"{row['graph_ms']:.3g} ms{share}"
+        differs = f", {row['differing']} of {row['of']} differ" if row.get("differing") else ""
+        return f"{row['graph_ms']:.3g} ms{share}{differs}" if "graph_ms" in row else "failed"
 
     eager = [
         {**row, "variant": "baseline, eager", "graph_ms": row["eager_ms"]}

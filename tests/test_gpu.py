@@ -102,7 +102,7 @@ def called(*words):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("sped",), "there is no part 'sped'; there are tests, families, budgets, speed, batches"),
+        (("sped",), "there is no part 'sped'; there are tests, families, budgets, speed, graphs, "),
         (("speed", "--device", "gpu"), "nothing is measured: there is no device 'gpu' that works "),
     ],
 )
