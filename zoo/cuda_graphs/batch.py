@@ -4,7 +4,6 @@ A graph reads its inputs at fixed addresses. So each batch is copied into tensor
 the capture, and two batches can share a graph if they differ in the numbers of tensors alone.
 """
 
-from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -120,7 +119,7 @@ def _copy_numbers(static: Tensor, tensor: Tensor) -> None:
     static[once].copy_(tensor[once], non_blocking=True)
 
 
-def own_outputs(outputs: Any, kept: Sequence[type] = VALUES) -> Any:
+def own_outputs(outputs: Any) -> Any:
     """Returns what a step returned in tensors of its own, without a graph of autograd.
 
     Raises:
@@ -128,7 +127,7 @@ def own_outputs(outputs: Any, kept: Sequence[type] = VALUES) -> Any:
     """
     leaves, _ = flattened(outputs)
     for leaf in leaves:
-        if not isinstance(leaf, (Tensor, *kept)):
+        if not isinstance(leaf, (Tensor, *VALUES)):
             raise GraphError(
                 f"a graphed step returns tensors and plain values in tuples, lists and dicts; got "
                 f"{shortened(leaf)}, which a replay would not renew. Return its tensors"
@@ -140,8 +139,3 @@ def own_outputs(outputs: Any, kept: Sequence[type] = VALUES) -> Any:
 def detached(outputs: Any) -> Any:
     """Returns what a step returned, without a graph of autograd, in the same memory."""
     return Invocation((outputs,)).map(lambda tensor: tensor.detach()).args[0]
-
-
-def tensors_of(outputs: Any) -> Iterator[Tensor]:
-    """Yields the tensors of what a step returned."""
-    yield from Invocation((outputs,)).tensors
