@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import zoo
 import zoo.api.plan_rank
 import zoo.invocation
+import zoo.loss
 import zoo.policy.budget
 import zoo.policy.options
 import zoo.profiling.optimizer_memory
@@ -80,7 +81,7 @@ TYPES: dict[str, ModuleType] = {
     "Budget": zoo.policy.budget,
     "Checkpoint": zoo.policy.options,
     "Inputs": zoo.invocation,
-    "Loss": zoo.invocation,
+    "Loss": zoo.loss,
     "MakeOptimizer": zoo.profiling.optimizer_memory,
     "Strategy": zoo.api.plan_rank,
     "Vary": zoo.sizing.size_estimate,

@@ -1,6 +1,7 @@
 """What `test_groups` runs in each of two and of four processes, on the device of the tests."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -231,12 +232,45 @@ def pipeline() -> None:
             assert torch.equal(one.grad, other.grad)
 
 
+def collectives() -> None:
+    """One of the forward and one of its gradient: a replay has what the other processes sent.
+
+    Also of collectives that write into an argument, which on an accelerator no sample shows.
+    """
+    x = images().mean((2, 3)).requires_grad_()
+    group = distributed.distributed_c10d._get_default_group()
+    counts_them = x.device.type == "cpu"
+
+    def in_place(x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        # returns its argument
+        distributed.all_reduce(mean)
+        # returns no tensor
+        distributed.reduce(summed := mean.sin(), 0)
+        return torch.tanh(x.sin() - mean * summed).exp()
+
+    def made() -> int:
+        return group._get_sequence_number_for_group() if counts_them else 0
+
+    for function, expected in ((SharedNorm(4), [1, 1]), (in_place, [2, 0])):
+        results = []
+        for call in (lambda function, x: function(x), zoo.recompute):
+            counts = [made()]
+            y = call(function, x)
+            counts.append(made())
+            results.append({"gradient": torch.autograd.grad(y.square().sum(), x)[0]})
+            counts.append(made())
+            if counts_them:
+                assert [after - before for before, after in itertools.pairwise(counts)] == expected
+        assert_same(*results)
+
+
 def one_plan() -> None:
     """Clocks differ between processes; here they are made to, by as much as can be."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
 
     def decide(*given: Any) -> list[RoomyPlan]:
-        count = len(given[2])
+        count = len(given[1].outline)
         return [RoomyPlan(zoo.Plan([tuple(range(rank + 1)), *range(rank + 1, count)]))]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -334,6 +368,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "steps of shards": steps_of_shards,
     "one process": as_in_one_process,
     "pipeline": pipeline,
+    "collectives": collectives,
     "one plan": one_plan,
     "one looks ahead": one_looks_ahead,
     "budget of shards": budget_of_shards,

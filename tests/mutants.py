@@ -47,6 +47,8 @@ GUARDS = {
     "../accelerator": """
         devices.indexed: put current device
         devices.peak: put max_memory_allocated""",
+    "../test_groups": """
+        operator_effects._read: never c10d""",
     "../optimizer/test_in_backward": """
         PendingReads._is_held: never of_storage
         PendingReads.are_left: never waiting_in, never any""",
@@ -67,16 +69,14 @@ GUARDS = {
         compiled_segments._refused: none written_since, drop reads, empty writes, never draws""",
     "pitfalls/test_distributed": """
         replay.external_tensors: never geometry
-        saved_tensors._replay: drop reshard""",
-    "pitfalls/test_distributed test_distributed": """
-        operator_effects._read: never c10d""",
+        saved_tensors._replay_kernels: drop reshard""",
     "pitfalls/test_dropped_graphs": """
         External.detach_graph: bare detach
         Storages.close: drop detach_graph""",
     "pitfalls/test_layouts": """
         Geometry.on: never is_neg
-        Opaque.__init__: put pack
-        Opaque.unpack: drop counted
+        PackedWrapper.__init__: put pack
+        PackedWrapper.unpack: drop version_check
         External._unchanged: drop wrapper
         Storages._refer_external: always is_copied
         Storages.before_write: drop parts_of
@@ -98,14 +98,14 @@ GUARDS = {
         replay.without_modes: never VMAP_OF_GRADIENTS""",
     "pitfalls/test_unseen_writes": """
         Handle._as_it_is: never fingerprint
-        Handle.fill: bare _as_it_is
+        Handle.take_replayed: bare _as_it_is
         Handle.is_result: always base
         Handle.look_for_writes: drop reference
         Original.is_replaced: never value
         External.is_as_read: always sample
         External.resolve: never self
         Recording._referred: drop sample, never is_inference
-        recorder._run_empty: drop fill
+        recorder._run_empty: drop write_mark
         Storages.before_read: always version, always is_grad_enabled, never Parameter
         Storages.before_read: drop memory
         Storages.mark_external: drop mark_external
@@ -136,17 +136,17 @@ GUARDS = {
         Request.inputs_of: without inputs_of
         Segment.all_handles: drop inner
         replay._run: drop draw_as
-        saved_tensors._replay: empty made _version
-        saved_tensors.fill: put reversed waiting""",
+        saved_tensors._replay_kernels: empty tensor _version
+        saved_tensors.replay_for: put reversed waiting""",
     "test_executor test_recompute pitfalls/test_randomness": """
         Changes.restore: without values""",
     "test_fingerprint": """
-        Handle.fill: never before
+        Handle.take_replayed: never before
         Handle.look_for_writes: drop fingerprint
         unseen_writes.fingerprint: never requires_grad, always is_contiguous
         Value.is_untouched: always self""",
     "test_fingerprint pitfalls/test_unseen_writes": """
-        Value.has_version: always holder counter counter""",
+        Value.has_version: always holder version version""",
     "test_generators": """
         PackedState.state: drop memmove
         Recording.note_draws: always is_same_state, always index
@@ -161,7 +161,7 @@ GUARDS = {
         Storages.target: drop is_known
         Request.has_inputs: always operations
         Request.waiting: put compress
-        saved_tensors._fill: never found
+        saved_tensors._replay_segment: never reused
         saved_tensors._prune: drop clear""",
     "test_interrupts": """
         saved_tensors.unpack_handle: drop replaying around""",
@@ -170,7 +170,7 @@ GUARDS = {
         Conductor._advance: never func
         Conductor._close: drop prune, drop _saved
         Conductor._leave: drop segment
-        Conductor._switch_scripts: never operators
+        Conductor._switch_branches: never operators
         Conductor._switch_segments: never shared path, always fresh
         Conductor.enter: drop synchronized, never index
         kernel_segments.conducts: always hooks
@@ -196,7 +196,7 @@ GUARDS = {
         recompute.records: always are_functorch_transforms_active
         replay._scratch: never value
         saved_tensors: bare lock
-        saved_tensors._replay: drop is_graph_kept""",
+        saved_tensors._replay_kernels: drop is_graph_kept""",
     "test_recompute test_executor": """
         replay.schedule: empty wanted""",
     "test_recompute test_replay": """
@@ -211,7 +211,7 @@ GUARDS = {
         recompute.records: always is_grad_enabled
         storages.is_small: always bool, drop _is_parameter""",
     "test_recording pitfalls": """
-        Value.refer: always self trains trains""",
+        Value.refer: always self requires_grad requires_grad""",
     "test_recording pitfalls/test_compile": """
         Recorder: never keeps_compiled""",
     "test_recording pitfalls/test_unseen_writes": """
@@ -220,7 +220,7 @@ GUARDS = {
         Geometry.of_storage: drop view, never negative""",
     "test_recording test_recompute": """
         Storages.close: without self externals, without self current
-        saved_tensors._replay: empty made given alive""",
+        saved_tensors._replay_kernels: empty results inputs reused""",
     "test_recording test_replay": """
         saved_tensors._prune: put close""",
     "test_replay": """
@@ -233,7 +233,7 @@ GUARDS = {
         replay._call: drop drops
         replay._run: drop write_settings
         replay.schedule: drop isdisjoint
-        saved_tensors._replay: never is_graph_kept, drop replaying""",
+        saved_tensors._replay_kernels: never is_graph_kept, drop replaying""",
     "test_replay test_executor": """
         saved_tensors.waiting_in: always tensor""",
     "test_replay_check": """
@@ -251,21 +251,21 @@ GUARDS = {
     "test_saved_tensors test_recompute": """
         External._unchanged: drop tensor""",
     "test_saved_tensors test_recording test_recompute test_replay": """
-        saved_tensors.fill: drop append""",
+        saved_tensors.replay_for: drop append""",
 }
 REPLACEMENTS = {
     "put scheduled_for": "self.scheduled_for = 0",
     "put number next": "number = ~next(_marks) % (1 << 64)",
     "put with_present_keys": "return func._op(*args, **kwargs)",
-    "put compress": "return found",
-    "put reversed waiting": "_fill(handle.segment, request)",
+    "put compress": "return handles",
+    "put reversed waiting": "_replay_segment(handle.segment, request)",
     "put close": "segment.recording.close(segment.recording.kernels)",
     "put pack": "self.packed = {k: pack(p) if type(p) is Tensor else p for k, p in parts.items()}",
     "put of_storage": "return tensor",
     "put callers CALLERS": "callers = (overload,)",
     "put max_memory_allocated": "return torch.get_device_module(device).max_memory_allocated(0)",
     "put current device": "return torch.device(device.type, 0)",
-    "put differs": "differs = found != found",
+    "put differs": "differs = replayed_bytes != replayed_bytes",
     "put logical_or_": "flags.copy_(differs)",
     "put move_to": "handle.keep()",
 }
@@ -462,7 +462,8 @@ def _found_by(mutant: Mutant) -> str:
 
 def _failed(folder: Path, mutant: Mutant, tests: Sequence[str]) -> str:
     """Returns the first of some tests that fails, '' if none does."""
-    is_there = any("accelerator" in test or "replay_check" in test for test in tests)
+    words = "accelerator", "replay_check", "test_groups"
+    is_there = any(word in test for word in words for test in tests)
     device = ["--device", "soft"] if is_there else []
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *device, *tests],

@@ -108,7 +108,7 @@ def _factory(
     name: str, millions: float, model: Callable[..., Model], size: Mapping[str, Any]
 ) -> Factory:
     """Makes the function of a model from its class and the arguments that make it this size."""
-    known = {
+    own = {
         key: value.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for key, value in inspect.signature(partial(model, **size)).parameters.items()
         if key not in _ARCHITECTURE
@@ -116,10 +116,10 @@ def _factory(
 
     def build(**arguments: Any) -> Model:
         for argument in arguments:
-            if argument not in known and argument not in OPTIONS:
+            if argument not in own and argument not in OPTIONS:
                 raise ArgumentError(
-                    f"{name} takes no argument {shortened(argument)}."
-                    f"{nearest(argument, known)} It takes {', '.join([*OPTIONS, *known])}."
+                    f"{name} takes no argument {shortened(argument)}.{nearest(argument, own)} "
+                    f"It takes {', '.join([*OPTIONS, *own])}."
                 )
         options = {key: arguments.pop(key, value.default) for key, value in OPTIONS.items()}
         weights = published(name) if options.pop("pretrained") else None
@@ -132,18 +132,18 @@ def _factory(
     build.__name__ = build.__qualname__ = name
     build.__doc__ = f"{summary} {millions} million parameters.\n\n{details}"
     build.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [*OPTIONS.values(), *known.values()], return_annotation=model
+        [*OPTIONS.values(), *own.values()], return_annotation=model
     )
     return build
 
 
-# what every model takes beside its own arguments
+# arguments of every model beside its own
 OPTIONS = {
     name: parameter
     for name, parameter in inspect.signature(create).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 }
-# what tells models of a family apart is no argument of theirs
+# these tell the models of a family apart, and are no arguments of a model
 _ARCHITECTURE = {"block", "depths", "unit", "units", "small_images"}
 _FAMILIES: tuple[tuple[Callable[..., Model], Mapping[str, tuple[float, Mapping[str, Any]]]], ...]
 _FAMILIES = (

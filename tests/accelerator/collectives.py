@@ -62,6 +62,7 @@ class GlooOnCopies(Backend):
 
     allreduce = on_copies("allreduce")
     broadcast = on_copies("broadcast")
+    reduce = on_copies("reduce")
     allgather = on_copies("allgather")
     all_gather_single = on_copies("all_gather_single")
     all_gather_single_coalesced = on_copies("all_gather_single_coalesced")

@@ -206,7 +206,7 @@ def test_a_replay_that_differs_is_found_and_named() -> None:
     assert (report.first.kind, report.first.training_step) == ("parameter gradient", 1)
     assert 0 < report.first.differing <= report.first.elements
     assert 0 < report.first.largest < float("inf")
-    assert report.first.place.name == "spoils"
+    assert report.first.module.name == "spoils"
     with pytest.raises(VerifyError, match=r"^not exact: Scaled .* of its modules is spoils, whose"):
         report.check()
 
@@ -234,7 +234,7 @@ def test_the_first_bad_step_of_training_is_named() -> None:
     model = Late(rate=0.0)
     report = verify(model, images(), one_segment(model))
     assert report.first.training_step == 2
-    assert report.first.place.name == "spoils"
+    assert report.first.module.name == "spoils"
 
 
 def test_a_wrong_gradient_is_traced_to_its_step() -> None:
@@ -255,8 +255,8 @@ def test_a_wrong_gradient_is_traced_to_its_step() -> None:
     model = Unlike(rate=0.0)
     report = verify(model, images(), one_segment(model), steps=1)
     assert report.first.kind == "parameter gradient"
-    assert report.first.place.name == "blocks.1"
-    assert report.first.place.what == "whose output's gradient differs"
+    assert report.first.module.name == "blocks.1"
+    assert report.first.module.what == "whose output's gradient differs"
 
 
 class Tally(nn.Module):
@@ -285,7 +285,7 @@ def test_state_that_moves_otherwise_is_named(kind: str, place: str | None) -> No
 
     report = verify(Tallying(), images(), "blocks")
     assert (report.first.kind, report.first.name, report.first.training_step) == (kind, "tally", 3)
-    assert (report.first.place and report.first.place.name) == place
+    assert (report.first.module and report.first.module.name) == place
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
@@ -301,8 +301,8 @@ def test_a_baseline_that_differs_from_itself_is_not_blamed_on_checkpointing(
     report = verify(model, images(), one_segment(model), deterministic=is_deterministic)
     assert report.exact is None
     assert (report.first.kind, report.first.training_step) == ("output", 1)
-    assert report.first.place.name == "spoils"
-    assert report.first.place.what == "whose output differs"
+    assert report.first.module.name == "spoils"
+    assert report.first.module.what == "whose output differs"
     with pytest.raises(
         VerifyError,
         match=r"^the baseline does not repeat its own numbers: two .* first in output after",

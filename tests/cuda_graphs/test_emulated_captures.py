@@ -288,9 +288,9 @@ WAITING = """
 from zoo.engine import replay
 call = replay._call
 
-def waits(node, drops):
+def waits(kernel, drops):
     "A mutant: a replay waits for the device."
-    call(node, drops)
+    call(kernel, drops)
     torch.cuda.current_stream().synchronize()
 
 replay._call = waits

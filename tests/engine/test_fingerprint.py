@@ -12,7 +12,14 @@ from torch import Tensor
 
 import zoo
 from tests.training import Call, assert_exact
-from zoo.engine.unseen_writes import fill, fingerprint, new_mark, read, sample, without_fingerprints
+from zoo.engine.unseen_writes import (
+    fingerprint,
+    new_mark,
+    read,
+    sample,
+    without_fingerprints,
+    write_mark,
+)
 
 
 def by_numpy(tensor: Tensor) -> None:
@@ -79,7 +86,7 @@ def test_a_mark_is_not_what_the_memory_held(size: int) -> None:
     storage = torch.full((size,), 2.0).untyped_storage()
     found = {sample(storage)}
     for _ in range(2):
-        fill(storage, new_mark())
+        write_mark(storage, new_mark())
         found.add(sample(storage))
     assert len(found) == 3
 

@@ -16,7 +16,7 @@ import zoo
 from tests.engine.kernels import Made, replayed
 from tests.training import assert_same, frozen, gradients, plain, state_of
 from zoo.engine import kernel_segments
-from zoo.engine.kernel_segments import Conductor, Script, conducts
+from zoo.engine.kernel_segments import Conductor, PlannedBranch, conducts
 from zoo.engine.segments import thread
 from zoo.planner.plan import Plan
 
@@ -41,12 +41,12 @@ class Mixed(nn.Module):
         return (self.second(z) * x).tanh() * torch.ones(5, 6).tril() + self.first(x).sin().sum()
 
 
-def script_of(forward: Forward, starts: list[int], plan: Any, block: str = "") -> Script:
-    """Returns the script of a forward that is cut before these kernels."""
+def branch_of(forward: Forward, starts: list[int], plan: Any, block: str = "") -> PlannedBranch:
+    """Returns the branch of a forward that is cut before these kernels."""
     with Conductor([]) as conductor:
         forward()
     visits = {visit: place for visit, place in conductor.visits.items() if visit[0] == block}
-    return Script(conductor.operators, [0, *starts], Plan(plan), visits)
+    return PlannedBranch(conductor.operators, [0, *starts], Plan(plan), visits)
 
 
 def place_of(forward: Forward, name: str, number: int = 0) -> int:
@@ -57,11 +57,11 @@ def place_of(forward: Forward, name: str, number: int = 0) -> int:
     return [place for place, other in enumerate(names) if re.fullmatch(name, other)][number]
 
 
-def outcome(model: nn.Module, scripts: list[Script]) -> Any:
+def outcome(model: nn.Module, branches: list[PlannedBranch]) -> Any:
     """Trains for a step and returns all that this leaves."""
     torch.manual_seed(2)
     x = torch.randn(5, 6, requires_grad=True)
-    with Conductor(scripts) if scripts else nullcontext():
+    with Conductor(branches) if branches else nullcontext():
         y = model(x)
     y.square().sum().backward()
     return frozen([y, x.grad, state_of(model), torch.get_rng_state()])
@@ -76,8 +76,8 @@ def test_a_cut_before_any_kernel_is_exact() -> None:
     expected = outcome(mixed(), [])
     rows = torch.randn(5, 6, requires_grad=True)
     for start in range(1, place_of(lambda: mixed()(rows), "sum", -1)):
-        script = script_of(lambda: mixed()(rows), [start], [(0,), (1,)])
-        assert_same(outcome(mixed(), [script]), expected, f"cut at {start}")
+        branch = branch_of(lambda: mixed()(rows), [start], [(0,), (1,)])
+        assert_same(outcome(mixed(), [branch]), expected, f"cut at {start}")
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -90,29 +90,29 @@ def test_random_cuts_and_plans_are_exact(seed: int) -> None:
     rows = torch.randn(5, 6, requires_grad=True)
     last = place_of(lambda: mixed()(rows), "sum", -1)
     starts = sorted(draw.sample(range(1, last), 3))
-    script = script_of(lambda: mixed()(rows), starts, plan)
-    assert_same(outcome(mixed(), [script]), outcome(mixed(), []))
+    branch = branch_of(lambda: mixed()(rows), starts, plan)
+    assert_same(outcome(mixed(), [branch]), outcome(mixed(), []))
 
 
-def test_a_forward_that_outgrows_its_script_at_any_kernel_is_exact() -> None:
+def test_a_forward_that_outgrows_its_branch_at_any_kernel_is_exact() -> None:
     rows = torch.randn(5, 6, requires_grad=True)
-    script = script_of(lambda: mixed()(rows), [3, 6], [(0, 1), (2,)])
-    limited = replace(script, sizes=[1 << 20] * len(script.operators), room=1.0)
+    branch = branch_of(lambda: mixed()(rows), [3, 6], [(0, 1), (2,)])
+    limited = replace(branch, sizes=[1 << 20] * len(branch.operators), room=1.0)
     with Conductor([limited]) as conductor:
         mixed()(rows)
     assert not conductor.outgrown
-    sizes = [max(1, conductor.sizes[place]) for place in range(len(script.operators))]
+    sizes = [max(1, conductor.sizes[place]) for place in range(len(branch.operators))]
     expected = outcome(mixed(), [])
     for place in [place for place, size in enumerate(sizes[:-1]) if size >= 64]:
         # one that has room for this kernel serves instead, if there is one
         small = replace(limited, sizes=[*sizes[:place], 1, *sizes[place + 1 :]])
         large = replace(limited, sizes=sizes, plan=Plan([0, (1, 2)]))
-        for scripts in ([small], [small, large]):
-            assert_same(outcome(mixed(), scripts), expected, f"outgrown at {place}")
-            with Conductor(scripts) as conductor:
+        for branches in ([small], [small, large]):
+            assert_same(outcome(mixed(), branches), expected, f"outgrown at {place}")
+            with Conductor(branches) as conductor:
                 mixed()(rows)
-            assert conductor.script is scripts[-1]
-            assert conductor.outgrown is conductor.lost is (len(scripts) == 1)
+            assert conductor.branch is branches[-1]
+            assert conductor.outgrown is conductor.lost is (len(branches) == 1)
 
 
 def test_nested_ranges_are_replayed_within_each_other() -> None:
@@ -121,8 +121,8 @@ def test_nested_ranges_are_replayed_within_each_other() -> None:
     def forward() -> Tensor:
         return x.sin().cos().exp().tanh().sigmoid()
 
-    script = script_of(forward, [1, 3, 4], [(0, (1, 2), 3)])
-    with Conductor([script]):
+    branch = branch_of(forward, [1, 3, 4], [(0, (1, 2), 3)])
+    with Conductor([branch]):
         y = forward()
     # the result of tanh ends the inner segment, and the outer replay makes it for sigmoid
     assert replayed(y.sum().backward)["cos"] == 2
@@ -136,8 +136,8 @@ def test_what_is_saved_before_a_turn_and_read_after_it_stays() -> None:
         factors = x.sin(), x.cos()
         return *factors, factors[0] * factors[1]
 
-    script = script_of(forward, [place_of(forward, "mul")], [(0,), (1,)])
-    with Conductor([script]):
+    branch = branch_of(forward, [place_of(forward, "mul")], [(0,), (1,)])
+    with Conductor([branch]):
         one, other, product = forward()
     assert not replayed(lambda: torch.autograd.grad(product.sum(), (one, other)))
 
@@ -149,16 +149,16 @@ def test_what_a_closed_range_no_longer_needs_is_freed() -> None:
         mask = (x.detach() * 3).cos()
         return (x * 2).sin() + mask.sum()
 
-    script = script_of(forward, [], [(0,)])
-    with Made() as made, Conductor([script]):
+    branch = branch_of(forward, [], [(0,)])
+    with Made() as made, Conductor([branch]):
         y = forward()
     assert made.alive(y) == []
 
 
-def test_a_kernel_that_is_not_the_scripts_ends_its_plan() -> None:
+def test_a_kernel_that_is_not_the_branchs_ends_its_plan() -> None:
     x = torch.randn(4, requires_grad=True)
-    script = script_of(lambda: x.sin().exp().tanh().sin(), [2], [(0,), (1,)])
-    with Conductor([script]) as conductor:
+    branch = branch_of(lambda: x.sin().exp().tanh().sin(), [2], [(0,), (1,)])
+    with Conductor([branch]) as conductor:
         y = x.sin().exp().cos().sin()
     assert conductor.lost
     assert not conductor.synchronized
@@ -168,15 +168,15 @@ def test_a_kernel_that_is_not_the_scripts_ends_its_plan() -> None:
     assert_same(frozen([x.grad]), frozen(list(expected)))
 
 
-def test_another_script_of_the_same_beginning_goes_on() -> None:
+def test_another_branch_of_the_same_beginning_goes_on() -> None:
     x = torch.randn(4, requires_grad=True)
     ways = [lambda: x.sin().exp().tanh().sin().exp(), lambda: x.sin().exp().cos().sin().exp()]
-    scripts = [script_of(way, [2], [(0,), (1,)]) for way in ways]
+    branches = [branch_of(way, [2], [(0,), (1,)]) for way in ways]
     for way in ways:
-        with Conductor(scripts) as conductor:
+        with Conductor(branches) as conductor:
             y = way()
         assert not conductor.lost
-        assert conductor.script is scripts[ways.index(way)]
+        assert conductor.branch is branches[ways.index(way)]
         # the second part is a segment in both ways
         assert replayed(y.sum().backward)["sin"] == 2
         assert_same(frozen(list(torch.autograd.grad(way().sum(), x))), frozen([x.grad]))
@@ -209,9 +209,9 @@ class Blocks(nn.Module):
 @pytest.mark.parametrize("sigmoids", [1, 2])
 def test_after_a_stray_each_block_is_a_segment_until_a_known_one(sigmoids: int) -> None:
     model, x = Blocks(), torch.randn(4, requires_grad=True)
-    script = script_of(lambda: model(x), [7], [0, 1], block="last")
+    branch = branch_of(lambda: model(x), [7], [0, 1], block="last")
     model.sigmoids = sigmoids
-    with Conductor([script]) as conductor:
+    with Conductor([branch]) as conductor:
         y = model(x)
     assert conductor.lost
     assert conductor.synchronized
@@ -227,8 +227,8 @@ def test_after_a_stray_each_block_is_a_segment_until_a_known_one(sigmoids: int) 
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_stays_open_after_a_forward(fails: bool) -> None:
     x = torch.randn(4, requires_grad=True)
-    script = script_of(lambda: x.sin().exp(), [1], [((0,), 1)])
-    with pytest.raises(ValueError, match="stop") if fails else nullcontext(), Conductor([script]):
+    branch = branch_of(lambda: x.sin().exp(), [1], [((0,), 1)])
+    with pytest.raises(ValueError, match="stop") if fails else nullcontext(), Conductor([branch]):
         x.sin().exp()
         if fails:
             raise ValueError("stop")
@@ -248,9 +248,9 @@ def test_a_backward_inside_of_a_forward_does_not_stray(is_view: bool) -> None:
         (slope,) = torch.autograd.grad(y.sum(), x)
         return y.sum() * slope.detach().tanh()
 
-    script = script_of(forward, [1], [(0,), (1,)])
-    # the forward's own backward replays; its kernels are those of the script all the same
-    with Conductor([script]) as conductor:
+    branch = branch_of(forward, [1], [(0,), (1,)])
+    # the forward's own backward replays; its kernels are those of the branch all the same
+    with Conductor([branch]) as conductor:
         y = forward()
     assert not conductor.lost
     y.retain_grad()
@@ -270,8 +270,8 @@ def test_a_cut_anywhere_in_a_backward_inside_of_a_forward_is_exact(create: bool)
     with Conductor([]) as conductor:
         forward()
     for start in range(1, len(conductor.operators)):
-        script = script_of(forward, [start], [(0,), (1,)])
-        with Conductor([script]) as conductor:
+        branch = branch_of(forward, [start], [(0,), (1,)])
+        with Conductor([branch]) as conductor:
             y = forward()
         assert not conductor.lost
         assert conductor.path == (1,), f"cut at {start}"
@@ -286,8 +286,8 @@ def test_a_segment_of_the_model_is_none_where_a_plan_is_in_force() -> None:
     def forward(call: Any) -> Tensor:
         return call(lambda x: x.sin().exp().tanh(), x.cos()).sigmoid()
 
-    script = script_of(lambda: forward(plain), [2], [0, (1,)])
-    with Conductor([script]) as conductor:
+    branch = branch_of(lambda: forward(plain), [2], [0, (1,)])
+    with Conductor([branch]) as conductor:
         y = forward(zoo.recompute)
     assert not conductor.lost
     assert replayed(y.sum().backward) == {"exp": 1, "tanh": 1, "sigmoid": 1}
@@ -305,8 +305,8 @@ def test_kernels_of_lists_count_versions_where_the_plan_keeps(plan: Any) -> None
         torch._foreach_mul_([scale], 2.0)
         return y
 
-    script = script_of(forward, [place_of(forward, "_foreach_mul_")], plan)
-    with Conductor([script]):
+    branch = branch_of(forward, [place_of(forward, "_foreach_mul_")], plan)
+    with Conductor([branch]):
         y = forward()
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed in place"):
         y.sum().backward()
@@ -320,16 +320,16 @@ def test_statistics_that_the_plan_keeps_to_move_are_read_as_they_were() -> None:
     def forward() -> Tensor:
         return norm((layer(x) - norm.running_mean).tanh().exp())
 
-    def trained(scripts: list[Script] | None) -> Any:
+    def trained(branches: list[PlannedBranch] | None) -> Any:
         norm.reset_running_stats()
         layer.zero_grad()
-        with nullcontext() if scripts is None else Conductor(scripts):
+        with nullcontext() if branches is None else Conductor(branches):
             output = forward()
         output.square().sum().backward()
         return frozen([output, layer.weight.grad, norm.running_mean])
 
     place = place_of(forward, ".*_batch_norm")
-    assert_same(trained([script_of(forward, [place], [(0,), 1])]), trained(None))
+    assert_same(trained([branch_of(forward, [place], [(0,), 1])]), trained(None))
 
 
 def test_where_a_forward_is_not_cut() -> None:
@@ -356,10 +356,10 @@ def test_gradients_of_a_cut_model_with_blocks_that_share_parameters() -> None:
         def forward(layer: nn.Module = layer, x: Tensor = x) -> Tensor:
             return layer(layer(layer(x).tanh()).tanh())
 
-        script = script_of(forward, [2, 5], [(0,), (1, 2)])
+        branch = branch_of(forward, [2, 5], [(0,), (1, 2)])
         for _ in range(2):
             optimizer.zero_grad()
-            with Conductor([script]) if cut else nullcontext():
+            with Conductor([branch]) if cut else nullcontext():
                 y = forward()
             y.square().sum().backward()
             optimizer.step()

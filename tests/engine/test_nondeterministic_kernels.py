@@ -18,7 +18,7 @@ from zoo.engine.nondeterministic_kernels import (
     GRAIN,
     TABLE,
     Nondeterminism,
-    _tell_of_benchmark,
+    _warn_of_benchmark,
     nondeterminism_of,
 )
 from zoo.engine.operator_effects import effects_of, resolved
@@ -234,7 +234,7 @@ def test_a_transposed_convolution_is_replayed_where_cudnn_is_deterministic() -> 
 def test_a_convolution_is_kept_where_each_thread_chooses_its_algorithm(
     is_deterministic: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _tell_of_benchmark.cache_clear()
+    _warn_of_benchmark.cache_clear()
     x = torch.rand(6, 5, requires_grad=True)
     for is_tuned in (True, True, False):
         with torch.backends.cudnn.flags(benchmark=is_tuned, deterministic=is_deterministic):

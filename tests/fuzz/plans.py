@@ -60,9 +60,9 @@ class Stretched(Option):
     checkpoint: Any
     made: list[Plan] = field(default_factory=list, compare=False)
 
-    def plans_for(self, model: nn.Module, outline: Any, *_: Any, **__: Any) -> list[RoomyPlan]:
+    def plans_for(self, planner: Any, **_: Any) -> list[RoomyPlan]:
         """Returns the plan for the steps of a model."""
-        self.made.append(stretched_plan(self.checkpoint, len(outline)))
+        self.made.append(stretched_plan(self.checkpoint, len(planner.outline)))
         return [RoomyPlan(self.made[-1])]
 
     def put_in_force(self, model: nn.Module) -> None:

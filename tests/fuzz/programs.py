@@ -61,7 +61,7 @@ from tests.fuzz.lines import (
 from tests.fuzz.plans import Shape, Stretched, shapes
 from tests.training import Counting, assert_same, frozen, state_of
 from zoo.engine import segments
-from zoo.engine.kernel_segments import Conductor, Script, conducts
+from zoo.engine.kernel_segments import Conductor, PlannedBranch, conducts
 from zoo.engine.recompute import recompute
 from zoo.engine.segments import thread
 from zoo.layers.drop_path import DropPath
@@ -482,20 +482,22 @@ class Cut:
 
     def __init__(self, description: Program) -> None:
         self.description = description
-        self.script: Script | None = None
+        self.branch: PlannedBranch | None = None
 
     def __call__(self, model: Model, batch: Tensor) -> Tensor:
         if not conducts():
             return _plainly(model, batch)  # type: ignore[no-any-return]
-        conductor = Conductor([] if self.script is None else [self.script])
+        conductor = Conductor([] if self.branch is None else [self.branch])
         with _marked(model):
             result: Tensor = conductor.run(lambda: model(batch))
-        if self.script is None:
+        if self.branch is None:
             count = len(conductor.operators)
             starts = sorted({int(cut * count) for cut in self.description.cuts} - {0})
             plan = self.description.plan if len(starts) == len(self.description.cuts) else [(0,)]
             starts = starts if len(starts) == len(self.description.cuts) else []
-            self.script = Script(conductor.operators, [0, *starts], Plan(plan), conductor.visits)
+            self.branch = PlannedBranch(
+                conductor.operators, [0, *starts], Plan(plan), conductor.visits
+            )
         return result
 
 

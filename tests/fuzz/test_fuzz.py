@@ -10,7 +10,7 @@ from tests.fuzz.programs import Program, check_program, programs
 @pytest.mark.filterwarnings("ignore")
 @settings(
     deadline=None,
-    max_examples=60,
+    max_examples=40,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -151,9 +151,10 @@ def test_a_process_ends_with_the_one_that_waits_for_it(tmp_path):
     said = tmp_path / "number"
     code = f"""if __name__ == "__main__":
     import sys; sys.path[:] = {sys.path!r}
-    from zoo.harness.processes import outcome
+    from zoo.harness import processes
     from test_processes import tells_its_number_and_hangs
-    outcome(tells_its_number_and_hangs, {str(said)!r}, 300)"""
+    processes._PRELOADED = ()  # imports that this needs not
+    processes.outcome(tells_its_number_and_hangs, {str(said)!r}, 300)"""
     waiting = subprocess.Popen([sys.executable, "-c", code])
     while not (said.is_file() and said.read_text()):
         time.sleep(0.05)
@@ -195,8 +196,10 @@ def test_a_cell_that_does_not_fit_says_so_and_where_it_ran():
     assert run_cell(replace(CELLS["baseline"], memory_limit=4 * peak), 300)["status"] == "done"
 
 
-def raised(error, cause=None):
-    error.__cause__ = cause
+def raised(error, cause=None, context=None):
+    error.__context__ = context
+    if cause is not None:
+        error.__cause__ = cause
     return error
 
 
@@ -209,6 +212,8 @@ def raised(error, cause=None):
         (RuntimeError("std::bad_alloc"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), True),
         (raised(ValueError("no recomputation"), MemoryError()), True),
+        (raised(AttributeError("while an exit handled it"), context=MemoryError()), True),
+        (raised(ValueError("of something else"), KeyError(), MemoryError()), False),
         (RuntimeError("Resource temporarily unavailable"), False),
         (ValueError("out of memory of earlier times"), False),
         (RuntimeError("shape mismatch"), False),
@@ -219,7 +224,12 @@ def test_memory_that_ran_out_is_known_by_its_words(error, expected):
 
 
 @pytest.mark.parametrize(
-    "words", ["Resource temporarily unavailable", "could not execute a primitive"]
+    "words",
+    [
+        "Resource temporarily unavailable",
+        "could not create a primitive",
+        "could not execute a primitive",
+    ],
 )
 def test_a_thread_or_a_primitive_that_does_not_fit_counts_under_a_limit(words):
     assert ran_out(RuntimeError(words), 100)

@@ -4,6 +4,7 @@ import contextlib
 from collections import Counter
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -35,6 +36,12 @@ def run(model, *shape, training=True):
     gradients = torch.autograd.grad(logits.pow(2).sum(), inputs.values())
     named = dict(zip(inputs, gradients, strict=True))
     return {"logits": logits.detach(), **named, **dict(model.named_buffers())}, sum(kept.values())
+
+
+def text():
+    """Tokens (3, 20) and their next tokens, the last ones ignored as Hugging Face does."""
+    tokens = torch.randint(101, (3, 20), generator=torch.Generator().manual_seed(5))
+    return tokens, F.pad(tokens[:, 1:], (0, 1), value=-100)
 
 
 def blocks_of(model, *inputs):

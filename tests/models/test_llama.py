@@ -2,11 +2,11 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import zoo
-from tests.models.runs import blocks_of
+from tests.models.runs import blocks_of, text
+from tests.training import needs_numpy
 from zoo.errors import ArgumentError, InputError
 from zoo.models.llama import Llama
 
@@ -62,12 +62,6 @@ def hugging_face(kind, tied=True, dtype=torch.float32, drop_rate=0.0):
     return model
 
 
-def text():
-    """Tokens (3, 20) and their next tokens, the last ones ignored as Hugging Face does."""
-    tokens = torch.randint(101, (3, 20), generator=torch.Generator().manual_seed(5))
-    return tokens, F.pad(tokens[:, 1:], (0, 1), value=-100)
-
-
 def padded():
     """A mask (3, 20) of a text that ends early and one that begins late."""
     mask = torch.ones(3, 20, dtype=torch.int64)
@@ -114,7 +108,12 @@ def test_equals_hugging_face_bit_for_bit(kind, tied, dtype, form):
 
 @pytest.mark.parametrize(
     "option",
-    [{"checkpoint": "blocks"}, {"checkpoint": True}, {"checkpoint": 1}, {"memory_budget": 0.99}],
+    [
+        {"checkpoint": "blocks"},
+        {"checkpoint": True},
+        {"checkpoint": 1},
+        pytest.param({"memory_budget": 0.99}, marks=needs_numpy),
+    ],
 )
 def test_experts_are_chosen_and_counted_once_under_every_option(option):
     """A second forward would count each token twice, and after an update choose other experts."""
@@ -191,6 +190,7 @@ def test_published_sizes(build, parameters):
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
+@needs_numpy
 def test_the_8b_is_planned_on_meta():
     with torch.device("meta"):
         model, tokens = zoo.llama3_1_8b(depth=2), torch.zeros(1, 4096, dtype=torch.int64)

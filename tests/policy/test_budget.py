@@ -131,7 +131,7 @@ def test_the_peak_is_told_apart_to_the_byte(family: str) -> None:
         assert peak.gradients <= fixed.gradients
         if peak.moment != "step of the optimizer":
             moving = peak.gradients + peak.kept + peak.recomputed + peak.between + peak.work
-            assert moving == simulate(point.plan, found.whole).peak
+            assert moving == simulate(point.plan, found.costs_with_gradients).peak
 
 
 def test_for_a_cuda_device_each_storage_takes_whole_blocks_and_on_the_cpu_its_bytes() -> None:
@@ -141,7 +141,7 @@ def test_for_a_cuda_device_each_storage_takes_whole_blocks_and_on_the_cpu_its_by
     assert here.fixed.parameters == sum(p.nbytes for p in model.parameters())
     assert there.fixed.parameters == sum(rounded_up(p.nbytes, BLOCK) for p in model.parameters())
     assert there.fixed.gradients == there.fixed.parameters
-    counted = (*there.costs.forward, *there.costs.backward, *there.whole.gradients)
+    counted = (*there.costs.forward, *there.costs.backward, *there.costs_with_gradients.gradients)
     assert not any(size % 512 for size in (*counted, *vars(there.fixed).values()))
     assert any(size % 512 for size in (*here.costs.forward, *here.costs.backward))
 
@@ -288,7 +288,7 @@ def test_of_150_equal_steps_the_least_peak_holds_but_one_state() -> None:
     found, x = equal(150)
     for point in (found.points[0], found.least):
         # with what the caller was given, the gradient that a step gets, and the one that it gives
-        assert simulate(point.plan, found.whole).peak == 4 * x.nbytes
+        assert simulate(point.plan, found.costs_with_gradients).peak == 4 * x.nbytes
     assert found.report(found.points[0].peak, None).least_peak == found.least.peak
 
 

@@ -4,6 +4,7 @@ The allocator, the choice of kernels and what autograd saves are those of the to
 installed; kernels do nothing, and cuDNN is off, since it asks the driver itself.
 """
 
+import atexit
 import functools
 import hashlib
 import json
@@ -11,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,6 @@ WORDS = """
 """
 # it answers what this torch asks of a GPU; another may ask for more, and save other tensors
 VERSION = "2.14."
-# without what torch does where a process ends, for which the threads of autograd may still run
-END = "import os, sys\nsys.stdout.flush()\nos._exit(0)"
 # what changes the sizes of blocks and workspaces
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
 
@@ -76,10 +76,49 @@ def built() -> Path:
     return library
 
 
+# forks a process for each request, a line of JSON, since importing torch takes seconds
+SERVER = """
+import json, os, sys, traceback
+import pytest, torch, zoo.api.plan
+
+for line in sys.stdin:
+    program, environment, output = json.loads(line)
+    if not (child := os.fork()):
+        os.environ.update(environment)
+        os.dup2(os.open(output, os.O_WRONLY), 1)
+        try:
+            names = {"__name__": "__main__", "json": json, "torch": torch}
+            exec(compile(program, "<program>", "exec"), names)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        sys.stdout.flush()
+        # without what torch does where a process ends: threads of autograd may still run
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@functools.cache
+def _server() -> "subprocess.Popen[str]":
+    """Starts the process that others are forked from; it ends with this one."""
+    variables = {name: value for name, value in os.environ.items() if name not in SETTINGS}
+    variables |= {"LD_PRELOAD": str(built()), "PYTHONPATH": str(ROOT)}
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    server = subprocess.Popen([sys.executable, "-c", SERVER], env=variables, **pipes)
+    # closes the pipe, at whose end the server ends, and waits for it
+    atexit.register(server.communicate)
+    return server
+
+
 def run(program: str, **environment: str) -> Any:
     """Runs a program on the device "cuda"; returns what it prints as JSON."""
-    variables = {name: value for name, value in os.environ.items() if name not in SETTINGS}
-    variables |= environment | {"LD_PRELOAD": str(built()), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", f"import json, torch\n{program}\n{END}"]
-    output = subprocess.run(command, env=variables, check=True, stdout=subprocess.PIPE).stdout
-    return json.loads(output)
+    server = _server()
+    assert server.stdin is not None, "it is a pipe"
+    assert server.stdout is not None, "it is a pipe"
+    with tempfile.NamedTemporaryFile() as output:
+        server.stdin.write(f"{json.dumps([program, environment, output.name])}\n")
+        server.stdin.flush()
+        code = server.stdout.readline().strip()
+        assert code == "0", f"the program ended with {code or 'its server'}"
+        return json.loads(output.read())

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import re
 import signal
 import sys
 import threading
@@ -230,23 +231,34 @@ def test_fifty_interrupts_end_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(status, inside) for status, inside in presses.ends if status] == []
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_an_interrupt_where_no_exception_can_pass_ends_the_block() -> None:
+def asks() -> None:
     """Autograd asks a fake tensor for its device in C++ code that is `noexcept`."""
     with FakeTensorMode():
         leaf = torch.ones(3, requires_grad=True)
+    with kept():
+        torch.mul(leaf, 2)
 
-    def multiply() -> None:
-        with kept():
-            torch.mul(leaf, 2)
 
+def sets_modes() -> None:
+    """A C++ destructor sets the mode below which an operator is decomposed."""
+    with kept(), FakeTensorMode(), torch.profiler.record_function("decomposed"):
+        pass
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("function", "inside"), [(asks, "torch_dispatch"), (sets_modes, "__enter__|__exit__")]
+)
+def test_an_interrupt_where_no_exception_can_pass_ends_the_block(
+    function: Callable[[], None], inside: str
+) -> None:
     calls = Presses()
-    calls.run(multiply)
-    asked = [place for place, name in enumerate(calls.calls, 1) if "torch_dispatch" in name]
-    assert len(asked) > 2
-    presses = Presses(asked)
-    presses.run(multiply)
+    calls.run(function)
+    places = [place for place, name in enumerate(calls.calls, 1) if re.search(inside, name)]
+    assert len(places) > 2
+    presses = Presses(places)
+    presses.run(function)
     assert [(status, inside) for status, inside in presses.ends if status] == []
 
 

@@ -34,6 +34,20 @@ def test_peak_is_what_was_alive_at_once():
     assert trace(function).peak == 150 * KIB
 
 
+def test_memory_that_runs_out_as_the_profiler_ends_is_the_error_raised(monkeypatch):
+    end = torch.autograd.profiler._disable_profiler
+
+    def run_out():
+        end()
+        raise MemoryError("std::bad_alloc")
+
+    monkeypatch.setattr(torch.autograd.profiler, "_disable_profiler", run_out)
+    with pytest.raises(MemoryError, match="bad_alloc"):
+        trace(lambda: floats(20))
+    monkeypatch.undo()
+    assert trace(lambda: floats(20)).peak == 20 * KIB
+
+
 def test_only_what_outlives_the_callable_is_kept():
     held = []
     record = trace(lambda: (floats(70), held.append(floats(20))))

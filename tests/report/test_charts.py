@@ -6,10 +6,10 @@ from tests.report.recorded import AGAIN, FORWARD, MIB, timeline
 from zoo.report.charts import (
     EDGES,
     Marks,
+    axis_positions,
     memory_chart,
     phase_peaks,
     phase_starts,
-    places,
     recomputations,
     totals,
 )
@@ -21,8 +21,8 @@ def test_each_part_of_a_step_has_the_same_place_whatever_its_length() -> None:
     for phases in (FORWARD, AGAIN):
         drawn = timeline(SIZES, phases)
         assert phase_starts(drawn) == (0, 4, 10, 12)
-        assert places(drawn, phase_starts(drawn)) == list(EDGES)
-        assert places(drawn, [2, 7]) == [0.5, 2.0]
+        assert axis_positions(drawn, phase_starts(drawn)) == list(EDGES)
+        assert axis_positions(drawn, [2, 7]) == [0.5, 2.0]
 
 
 @given(st.lists(st.integers(0, 30), min_size=3, max_size=3))
@@ -30,19 +30,19 @@ def test_later_events_never_lie_before_earlier_ones(lengths: list[int]) -> None:
     forward, backward, _ = lengths
     marks = [[0, "forward"], [forward, "backward"], [forward + backward, "optimizer"]]
     length = sum(lengths)
-    on_axis = places({"length": length, "phases": marks}, range(length + 1))
+    on_axis = axis_positions({"length": length, "phases": marks}, range(length + 1))
     assert on_axis == sorted(on_axis)
     assert all(EDGES[0] <= place <= EDGES[-1] for place in on_axis)
 
 
 def test_a_step_without_marks_is_all_forward() -> None:
-    assert places({"length": 10, "phases": []}, [0, 5, 10]) == [0, 0.5, EDGES[2]]
+    assert axis_positions({"length": 10, "phases": []}, [0, 5, 10]) == [0, 0.5, EDGES[2]]
 
 
 def test_recomputation_is_where_the_phases_say() -> None:
     assert recomputations(timeline(SIZES, FORWARD)) == []
     drawn = timeline(SIZES, AGAIN)
-    assert recomputations(drawn) == [places(drawn, [6, 8])] == [[1.66667, 2.33333]]
+    assert recomputations(drawn) == [axis_positions(drawn, [6, 8])] == [[1.66667, 2.33333]]
 
 
 def test_sums_and_peaks_are_those_of_the_categories() -> None:

@@ -14,7 +14,7 @@ from matplotlib.transforms import Bbox
 from tests.policy.test_plan_report import curve, report
 from zoo.errors import ArgumentError
 from zoo.policy.plan_report import Frontier
-from zoo.report.matplotlib_charts import place
+from zoo.report.matplotlib_charts import text_boxes
 from zoo.report.step_axis import MOST_STEPS, block_name, fitting, round_numbers, step_axis
 
 
@@ -131,7 +131,7 @@ def test_labels_without_room_are_left_out() -> None:
 def test_names_stand_beside_their_marks_and_over_no_other() -> None:
     frame, line = Bbox.from_extents(0, 0, 300, 200), Line([(0, 112), (200, 112)])
     spots = [(150.0, 100.0), (155.0, 102.0), (298.0, 198.0), (250.0, 100.0)]
-    boxes = place(spots, [(60, 20)] * 4, frame, [line], point=1)
+    boxes = text_boxes(spots, [(60, 20)] * 4, frame, [line], point=1)
     assert all(frame.contains(*corner) for box in boxes for corner in (box.min, box.max))
     marked = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in spots]
     for number, box in enumerate(boxes):
@@ -145,7 +145,7 @@ def test_no_line_to_a_name_crosses_another_mark() -> None:
     frame = Bbox.from_extents(0, 0, 400, 400)
     # above and to the right of the first are others, beyond which there is room for a name
     spots = [(200.0, 200.0), (212.0, 207.0), (188.0, 207.0), (214.0, 200.0)]
-    boxes = place(spots, [(60, 20)] * len(spots), frame, [], point=1)
+    boxes = text_boxes(spots, [(60, 20)] * len(spots), frame, [], point=1)
     middle = (boxes[0].min + boxes[0].max) / 2
     lead = Line([spots[0], tuple(middle)])
     for x, y in spots[1:]:

@@ -105,7 +105,7 @@ def test_a_third_variant_is_measured_against_the_same_baseline():
     found = cells(row, VARIANTS)
     assert [*found][3:8] == [
         *("step peak: baseline", "step peak: checkpointed"),
-        *("step peak: + optimizer in backward", "activation peak", "of tensors alone"),
+        *("step peak: + optimizer in backward", "activation peak", "without workspaces"),
     ]
     assert found["step peak: baseline"] == "954 MiB"
     assert found["step peak: checkpointed"] == "238 MiB (0.250)"
@@ -202,8 +202,8 @@ def test_a_baseline_that_differs_from_itself_is_no_fault_of_the_plan():
     assert (row.exact, row.baseline_repeats) == (None, False)
     assert row.faults == (
         "resnet50: the baseline does not repeat its own numbers: two trainings of it differ in "
-        "gradients from step 1 on, so nothing can be compared bit for bit; --deterministic has "
-        "torch choose kernels that repeat theirs",
+        "gradients from step 1 on, so nothing can be compared bit for bit; --deterministic "
+        "makes torch choose deterministic kernels",
     )
     (row,) = rows([varying(deterministic=True)])
     assert "--deterministic" not in row.faults[0]
@@ -274,7 +274,7 @@ def test_the_floor_is_about_the_whole_step_whatever_a_part_of_it_takes():
     )
     assert "takes 0.301" in row.faults[0]
     assert cells(row)["activation peak"] == "1000 B → 301 B (0.301)"
-    assert cells(row)["of tensors alone"] == "1000 B → 100 B (0.100)"
+    assert cells(row)["without workspaces"] == "1000 B → 100 B (0.100)"
     (row,) = rows([comparison(checkpointed=record(300, tensors=900))])
     assert row.faults == ()
 
@@ -290,7 +290,7 @@ def test_results_from_before_tensors_were_counted_are_shown_without():
     )
     assert row.faults == ()
     assert cells(row)["activation peak"] == "1000 B → 300 B (0.300)"
-    assert cells(row)["of tensors alone"] == "— → —"
+    assert cells(row)["without workspaces"] == "— → —"
 
 
 def test_an_optimizer_other_than_the_usual_one_is_named():

@@ -314,8 +314,8 @@ def test_the_loss_is_behind_the_model() -> None:
     model = zoo.checkpoint(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), steps=["0", "1"])
     graph = graph_of(model, Invocation((torch.rand(4, 6),)), lambda y: y.square().sum())
     verbs = [call.verb for call in graph.calls]
-    assert verbs[: graph.of_model][-1] == "tanh"
-    assert verbs[graph.of_model :] == ["square", "sum"]
+    assert verbs[: graph.model_operators][-1] == "tanh"
+    assert verbs[graph.model_operators :] == ["square", "sum"]
     assert graph.visits == {("0", 0): 0, ("1", 0): graph.operators.index("aten.tanh.default")}
 
 

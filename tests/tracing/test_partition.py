@@ -20,7 +20,8 @@ from tests.tracing.runs import MODELS
 from tests.training import real_peak
 from zoo.engine.operator_effects import resolved
 from zoo.engine.recompute import segment
-from zoo.invocation import Invocation, own_loss
+from zoo.invocation import Invocation
+from zoo.loss import own_loss
 from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.optimal import least
 from zoo.planner.plan import Plan
@@ -82,6 +83,16 @@ def test_names_say_which_module_did_what() -> None:
         "blocks.0.drop",
         "blocks.0.mul blocks.0.add_ blocks.0.relu_",
     )
+
+
+def test_what_is_written_in_place_is_written_in_the_step_that_makes_it() -> None:
+    """A segment that began between both would copy it, and save nothing."""
+    net = nn.Sequential(
+        nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Hardswish(inplace=True),
+        nn.Linear(8, 8), nn.SiLU(inplace=True), nn.Linear(8, 8), nn.SiLU(),
+    )  # fmt: skip
+    steps = cut(net, Invocation((torch.rand(4, 8),))).names
+    assert steps == ("0", "1 2", "3 4", "5", "6")
 
 
 class AllFunctions(TorchFunctionMode):

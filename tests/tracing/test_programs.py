@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import zoo
 from tests.training import assert_same, everything, images
-from zoo.engine.kernel_segments import Script
+from zoo.engine.kernel_segments import PlannedBranch
 from zoo.tracing import planned_forward
 
 STEPS = 4
@@ -105,10 +105,12 @@ def program(build: Callable[[], Program]) -> Callable[[], Program]:
 def all_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every plan be one segment around the whole forward."""
 
-    def whole(operators: Any, boundaries: Any, _: Any, *others: Any) -> Script:
-        return Script(operators, boundaries, zoo.Plan([tuple(range(len(boundaries)))]), *others)
+    def whole(operators: Any, boundaries: Any, _: Any, *others: Any) -> PlannedBranch:
+        return PlannedBranch(
+            operators, boundaries, zoo.Plan([tuple(range(len(boundaries)))]), *others
+        )
 
-    monkeypatch.setattr(planned_forward, "Script", whole)
+    monkeypatch.setattr(planned_forward, "PlannedBranch", whole)
 
 
 @pytest.mark.parametrize("option", [True, "whole"])

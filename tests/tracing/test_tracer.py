@@ -67,7 +67,7 @@ def test_calls_are_names_and_paths() -> None:
     assert (product.verb, product.index, product.parameters) == ("linear", 1, {1})
     assert product.within == ("", "0")
     assert product.shapes == ((4, 3),)
-    assert graph.of_model == 2
+    assert graph.model_operators == 2
 
 
 class Attends(nn.Module):

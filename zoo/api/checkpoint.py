@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from zoo.errors import ArgumentError, shortened
-from zoo.invocation import Inputs, Invocation, Loss, check_loss, check_module, check_step
+from zoo.invocation import Inputs, Invocation, check_loss, check_module, check_step
+from zoo.loss import Loss
 from zoo.planner.plan import Plan
 from zoo.policy.budget import Budget, Overhead, outputs_held
 from zoo.policy.options import Checkpoint, CountedStep, option_for
@@ -38,8 +39,8 @@ def checkpoint(
     """Puts a `checkpoint=` option in force on any model and returns the same object.
 
     - `False`: the baseline, no recomputation;
-    - `True`, or nothing: of the plans that run no step of the model more than twice, the one whose
-      training step has the least peak;
+    - `True`, or nothing: of the plans that recompute each step of the model at most once, the one
+      whose training step has the least peak;
     - `"auto"`: the plan of least time within a memory budget, or of least memory within an
       overhead; `memory_budget` and `max_overhead` are those of `zoo.plan`, and without either the
       budget is what is free on the device. A budget alone means "auto";
@@ -51,10 +52,11 @@ def checkpoint(
     The model's own forward runs, once and as it is written; a plan decides which of the tensors
     that it saves stay in memory. It does so wherever gradients are recorded, in `eval()`, too; an
     option that saves nothing says so by a warning. The steps of a plan are ranges of the forward's
-    kernels (`zoo.chain_of` shows them). The first training forward runs block by block and is
-    traced, and the plan is in force from the next one on. A budget, a plan of your own, a number of
-    segments and the plans of zoo's own models are in force from the first one on: for them the
-    forward is traced ahead, on fake tensors in a forked process. Where `inputs` are given (a
+    kernels (`zoo.chain_of` shows them). A budget, a plan of your own, a number of segments and the
+    plans of zoo's own models are in force from the first training forward on, which is traced ahead
+    on fake tensors in a forked process. Otherwise the first one runs block by block (each block of
+    the model is recomputed as a whole) and is traced, and the plan is in force from the next one
+    on. Where `inputs` are given (a
     tensor, a tuple of arguments or a dict of keyword arguments), this call does so and plans for
     them, whatever the option; call it under the autocast that the training has, if any. `steps`
     names the modules that count as blocks, with `*` for any name: `["encoder.layers.*"]`.

@@ -11,7 +11,8 @@ from torch import nn
 
 from zoo.api.checkpoint import outline_of
 from zoo.errors import ArgumentError
-from zoo.invocation import Inputs, Invocation, Loss, check_step, nothing_trained, title_of
+from zoo.invocation import Inputs, Invocation, check_step, title_of
+from zoo.loss import Loss, nothing_trained
 from zoo.policy.budget import (
     Budget,
     BudgetPlanner,

@@ -31,8 +31,9 @@ from zoo.api.plan import planner_for
 from zoo.api.track import CopiedStep, mean_of
 from zoo.engine.devices import random_state_restored
 from zoo.errors import ArgumentError, BudgetError, OptimizerError, shortened
-from zoo.invocation import Inputs, Invocation, Loss, check_step, device_of
+from zoo.invocation import Inputs, Invocation, check_step, device_of
 from zoo.layers.module_hooks import is_hooked
+from zoo.loss import Loss
 from zoo.planner.plan import Plan
 from zoo.policy.budget import (
     Budget,

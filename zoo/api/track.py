@@ -19,17 +19,8 @@ from zoo._torch import FakeTensorMode, PyTree
 from zoo.api.checkpoint import checkpoint as put_in_force, outline_of
 from zoo.engine.devices import random_state_restored
 from zoo.errors import ArgumentError
-from zoo.invocation import (
-    Inputs,
-    Invocation,
-    Loss,
-    check_step,
-    checked_loss,
-    fake_at,
-    nothing_trained,
-    own_loss,
-    with_loss_errors,
-)
+from zoo.invocation import Inputs, Invocation, check_step, fake_at
+from zoo.loss import Loss, checked_loss, nothing_trained, own_loss, with_loss_errors
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
 from zoo.policy.budget import BudgetPlanner
@@ -43,7 +34,7 @@ from zoo.profiling.progress import each, shown
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.profiling.timeline import Timeline, compare
 from zoo.tracing.isolated_trace import TraceError
-from zoo.tracing.planned_forward import named_steps, option_of
+from zoo.tracing.planned_forward import TracedForward, named_steps, option_of, patched_forward
 
 # see profiling.source_location
 IS_TRAINING_LOOP = True
@@ -195,6 +186,8 @@ class CopiedStep:
         make = maker_of(optimizer, model)
         device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
         self.names, self.in_backward = named_steps(model), in_backward
+        # of a step on fake tensors by a plan, which serves all other plans
+        self.traced: TracedForward | None = None
         self.mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
         own = functools.partial(_own, self.mode, device)
         copies = {} if self.mode is None else _fakes(model, own, device)
@@ -248,8 +241,15 @@ class CopiedStep:
         with attached, self._modes():
             put_in_force(self.model, False if plan is None else plan, steps=self.names)
             self.model.zero_grad(set_to_none=True)
-            if self.mode is None or plan is not None:
-                self._train()  # it is traced, and makes the state of a real optimizer
+            patched = patched_forward(self.model)
+            if patched is not None and self.traced is not None:
+                patched.plan_for(self.traced)
+            elif patched is not None:
+                patched.keeps_trace = self.mode is not None
+                self._train()
+                self.traced = patched.traced
+            elif self.mode is None:
+                self._train()  # it makes the state of a real optimizer
             yield
 
     @contextlib.contextmanager

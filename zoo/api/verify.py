@@ -31,7 +31,8 @@ from zoo.engine.replay_check import OTHER_NUMBERS, checking
 from zoo.engine.saved_tensors import pack, unpack
 from zoo.engine.unseen_writes import without_fingerprints
 from zoo.errors import ArgumentError, RecomputeError
-from zoo.invocation import Inputs, Invocation, Loss, check_step
+from zoo.invocation import Inputs, Invocation, check_step
+from zoo.loss import Loss
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
 from zoo.policy.options import Checkpoint, option_for, plan_or_option
@@ -41,7 +42,7 @@ from zoo.profiling.progress import each, shown
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.verification.determinism import deterministic_algorithms
 from zoo.verification.state_comparison import Record, first_difference, record, same_bits
-from zoo.verification.verdict import Difference, Place, Report
+from zoo.verification.verdict import Difference, ModuleCall, Report
 
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 
@@ -116,7 +117,7 @@ def verify(
         if first is not None:
             other = training(False if does_repeat else None)
             place = _place(training(), other, plans, batches, first)
-            first = dataclasses.replace(first, place=place)
+            first = dataclasses.replace(first, module=place)
     return Report(
         exact=first is None if does_repeat else None,
         steps=steps,
@@ -244,7 +245,7 @@ def _place(
     plans: Sequence[Plan | None],
     batches: Sequence[Invocation],
     first: Difference,
-) -> Place | None:
+) -> ModuleCall | None:
     """Trains once more by the same plans, and records the step after which the two differed."""
     buffer = first.name if first.kind == "buffer" else None
     try:
@@ -284,7 +285,7 @@ class _Recorder:
                 functools.partial(self._leave, path, before), always_call=True
             )
 
-    def place(self, other: "_Recorder") -> Place | None:
+    def place(self, other: "_Recorder") -> ModuleCall | None:
         """Returns the module that is to blame for what `other` does differently."""
         if other.names != self.names:
             return None
@@ -301,8 +302,8 @@ class _Recorder:
             "whose output's gradient differs": max(differing["gradient"], default=None),
             "which updates this buffer": min(updates, default=None),
         }
-        places = (Place(n, self.names[n], what) for what, n in suspects.items() if n is not None)
-        return next(places, None)
+        calls = (ModuleCall(n, self.names[n], did) for did, n in suspects.items() if n is not None)
+        return next(calls, None)
 
     def _enter(self, before: list[Tensor | None], *_: object) -> None:
         with DisableTorchDispatch():

@@ -33,15 +33,15 @@ from zoo.report.two_runs import TwoRuns, subject, two_runs
 
 def _options() -> dict[str, str]:
     """Returns an option for each key of a config."""
-    found = {}
+    options = {}
     for key, schema in KEYS.items():
         name, is_flag = option(key)
         text, default = schema["description"], schema.get("default")
         if is_flag:
-            found[name] = f"do not {text}" if default else text
+            options[name] = f"do not {text}" if default else text
         else:
-            found[f"{name} VALUE"] = text if default is None else f"{text}; default {default}"
-    return found
+            options[f"{name} VALUE"] = text if default is None else f"{text}; default {default}"
+    return options
 
 
 COMPARED = {
@@ -53,13 +53,13 @@ COMPARED = {
 
 def load(options: argparse.Namespace) -> Config:
     """Returns the config that the options name; raises ConfigError as `read` does."""
-    given = {}
+    override = {}
     for key in KEYS:
         name, is_flag = option(key)
         value = getattr(options, name.removeprefix("--").replace("-", "_"))
         if value not in (None, False):
-            given[key] = not name.startswith("--no-") if is_flag else value
-    return read(find_config(options.config), options.model or (), given)
+            override[key] = not name.startswith("--no-") if is_flag else value
+    return read(find_config(options.config), options.model or (), override)
 
 
 @command(
@@ -214,8 +214,8 @@ def _report(
     """Prints a comparison, writes its report, and returns its rows; code 1 if a row has faults."""
     table, title = rows(comparisons), heading(comparisons, folder.name, line)
     show(table, title.title, console)
-    kept = "; the results are kept, and zoo report writes the report, --output FOLDER elsewhere"
-    with file_errors_as(ArgumentError, folder, way_out=kept):
+    way_out = "; the results are kept, and zoo report writes the report, --output FOLDER elsewhere"
+    with file_errors_as(ArgumentError, folder, way_out=way_out):
         write_report(table, title, folder, runs)
         path = folder / "report.html"
         path.write_text(page(comparisons, title, runs), encoding="utf-8")

@@ -65,8 +65,8 @@ class ModelSpec:
         except Exception as error:
             raise ArgumentError(f"{self.name} cannot be built: {in_a_line(error, 300)}") from error
         if not isinstance(model, nn.Module):
-            made = type(model).__name__
-            raise ArgumentError(f"{self.name} makes a value of type {made}, not a torch.nn.Module")
+            kind = type(model).__name__
+            raise ArgumentError(f"{self.name} makes a value of type {kind}, not a torch.nn.Module")
         return model.train()
 
     def build_on_meta(self) -> nn.Module:
@@ -292,9 +292,9 @@ def _of_file(file: str) -> Any:
         raise ArgumentError(f"there is no file {shortened(file)}")
     name = os.path.splitext(os.path.basename(file))[0]
     importlib.invalidate_caches()
-    known = importlib.util.find_spec(name) if name.isidentifier() else None
+    importable = importlib.util.find_spec(name) if name.isidentifier() else None
     # "built-in" is no file
-    origin = (known and known.origin) or ""
+    origin = (importable and importable.origin) or ""
     if os.path.exists(origin) and os.path.samefile(origin, file):
         return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(f"zoo_file_{name}", file)

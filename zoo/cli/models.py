@@ -82,8 +82,8 @@ def run_info(options: argparse.Namespace) -> Answer:
     except TraceError as error:
         parts, noun, reason = _children(model, invocation, error), "module", str(error)
     parameters = list(model.parameters())
-    known = model_arguments(spec.name) if spec.name in list_models() else {}
-    arguments = {name: _default(argument) for name, argument in known.items()}
+    signature = model_arguments(spec.name) if spec.name in list_models() else {}
+    arguments = {name: _default(argument) for name, argument in signature.items()}
     data: dict[str, Any] = {
         "name": spec.name,
         "kind": type(model).__name__,
@@ -117,11 +117,11 @@ def run_info(options: argparse.Namespace) -> Answer:
 
 
 def _steps(model: nn.Module, outline: Outline) -> list[ModelPart]:
-    parameters, known, parts = list(model.parameters()), set[int](), []
+    parameters, seen, parts = list(model.parameters()), set[int](), []
     steps = zip(outline.names, outline.blocks, outline.shapes, outline.parameters, strict=True)
     for name, block, outputs, used in steps:
-        count = _count(parameters[number] for number in used - known)
-        known |= used
+        count = _count(parameters[number] for number in used - seen)
+        seen |= used
         parts.append(ModelPart(name, block, outputs, count))
     return parts
 
@@ -145,10 +145,10 @@ def _children(model: nn.Module, invocation: Invocation, untraceable: TraceError)
             raise
     finally:
         handle.remove()
-    parts, known = [], set[nn.Parameter]()
+    parts, seen = [], set[nn.Parameter]()
     for block, name in enumerate(dict.fromkeys([*outputs, *names.values()])):
-        new = set(model.get_submodule(name).parameters()) - known
-        known |= new
+        new = set(model.get_submodule(name).parameters()) - seen
+        seen |= new
         parts.append(ModelPart(name, block, outputs.get(name, ()), _count(new)))
     return parts
 

@@ -140,11 +140,11 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ArgumentError: an unknown option, with the nearest known one, or a wrong value.
         """
-        known = [option for action in self._actions for option in action.option_strings]
+        flags = [option for action in self._actions for option in action.option_strings]
         for argument in arguments:
             option = argument.partition("=")[0]
-            if option.startswith("--") and option not in ("--", *known):
-                self.error(f"there is no option {shortened_text(option)}.{nearest(option, known)}")
+            if option.startswith("--") and option not in ("--", *flags):
+                self.error(f"there is no option {shortened_text(option)}.{nearest(option, flags)}")
         return self.parse_args(arguments)
 
     def error(self, message: str) -> NoReturn:

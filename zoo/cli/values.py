@@ -94,9 +94,9 @@ def device(text: str, others: Sequence[str] = ()) -> str:
     with contextlib.suppress(RuntimeError):
         if text in others or torch.device(text).type != "meta":
             return text
-    known = [*TORCH_DEVICES, *others]
-    listed = f"{', '.join(known[:-1])} or {known[-1]}"
-    raise ArgumentError(f"takes {listed}; got {shortened(text)}.{nearest_device(text, known)}")
+    names = [*TORCH_DEVICES, *others]
+    listed = f"{', '.join(names[:-1])} or {names[-1]}"
+    raise ArgumentError(f"takes {listed}; got {shortened(text)}.{nearest_device(text, names)}")
 
 
 def rated_device(text: str) -> str:
@@ -118,8 +118,8 @@ def shape(text: str) -> RandomInput | None:
         )
     name, dtype = match[1] or "", match[3]
     if dtype is not None and dtype not in DTYPES:
-        near, known = nearest(dtype, DTYPES), ", ".join(DTYPES)
-        raise ArgumentError(f"does not know the dtype {dtype!r}.{near} It takes {known}")
+        near, dtypes = nearest(dtype, DTYPES), ", ".join(DTYPES)
+        raise ArgumentError(f"does not know the dtype {dtype!r}.{near} It takes {dtypes}")
     return RandomInput(lengths, DTYPES[dtype] if dtype else None, name=name)
 
 

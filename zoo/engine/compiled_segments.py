@@ -1,10 +1,10 @@
-"""Segments inside of graphs that `torch.compile` makes, which run by torch's own checkpoint.
+"""Segments in graphs of `torch.compile`, which run by torch's own checkpoint.
 
-That one runs a segment once more in the backward, or has the compiler do so, and reads what the
-segment reads from memory as it is then. So no graph is compiled that writes memory which a segment
-reads: a moving average, decayed weights, `x.mul_(2)`. A graph is run on fake tensors to see that,
-when it is complete. Compilers that do not go by AOTAutograd run the Python of a segment again, and
-with it each write and each draw of random numbers, so that there is none in a segment.
+That one, or the compiler in its place, recomputes a segment in the backward from memory as it is
+then. So no graph is compiled that writes memory which a segment reads: a moving average, decayed
+weights, `x.mul_(2)`. A complete graph is run on fake tensors to see that. Compilers without
+AOTAutograd run the Python of a segment again, with each write and each draw of random numbers, so
+that a segment may have none.
 
     eager      mean.lerp_(x)   x - mean          recorded, replayed: exact
     compiled   mean.lerp_(x)   x - mean          refused: the frame runs uncompiled, which is exact
@@ -22,13 +22,13 @@ from torch import Tensor, UntypedStorage
 from torch.fx import GraphModule, Interpreter
 
 from zoo._torch import Args, FakeTensor, Kwargs, Operator, PyTree, no_graph_error
-from zoo.engine.operator_effects import effects_of, statistics_of, tensors_in, written_by
+from zoo.engine.operator_effects import effects_of, statistics_of, tensor_leaves, written_by
 from zoo.engine.recorder import KernelMode
 from zoo.engine.tensor_state import storage_of
 from zoo.errors import RecomputeError, in_a_line
 
 _log = logging.getLogger("zoo")
-# compilers that go by AOTAutograd
+# compilers that use AOTAutograd
 AOT = {"inductor", "aot_eager", "aot_eager_decomp_partition", "aot_ts", "cudagraphs"}
 WAYS_OUT = (
     "Leave this block out of zoo.recompute, or out of torch.compile by torch.compiler.disable. "
@@ -39,7 +39,7 @@ WAYS_OUT = (
 def check_graph_of(context: Any) -> None:
     """Registers a check of the graph that is being compiled, which runs once it is complete.
 
-    `context` is what a function is called with at compile time.
+    `context` is the argument of a function that runs at compile time.
     """
     output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
     checks = output.register_finalizer_fns
@@ -74,7 +74,7 @@ def _error_class() -> PyTree:
 
 
 def _refused(graph: GraphModule, compiler: str | None) -> str | None:
-    """Returns what a segment does that its recomputation would do otherwise."""
+    """Returns why the recomputation of a segment would differ; None if it would not."""
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     values = [_alias(node.meta["example_value"]) for node in inputs]
     modes = {value.fake_mode for value in values if isinstance(value, FakeTensor)}
@@ -82,18 +82,18 @@ def _refused(graph: GraphModule, compiler: str | None) -> str | None:
         return None
     (mode,) = modes
     shapes: Any = mode.shape_env
-    watch = _Watch()
-    watch.note(values)
-    with mode, shapes.ignore_fresh_unbacked_symbols(), watch:
-        _Run(graph, watch).run(*values)
+    tracer = _AccessTracer()
+    tracer.note(values)
+    with mode, shapes.ignore_fresh_unbacked_symbols(), tracer:
+        _SegmentInterpreter(graph, tracer).run(*values)
     names = {
         id(storage_of(v)): n for n, v in zip(inputs, values, strict=True) if isinstance(v, Tensor)
     }
-    for segment in watch.segments:
+    for segment in tracer.segments:
         written = segment.reads & segment.written_since
         if compiler in AOT:
             # the backward may start from what the graph was given, where it writes in the end
-            written |= segment.reads & watch.written & set(names)
+            written |= segment.reads & tracer.written & set(names)
         for storage in written:
             return f"reads {_name(names.get(storage))}, which the graph writes in place"
         if compiler in AOT:
@@ -118,14 +118,14 @@ def _name(node: torch.fx.Node | None) -> str:
 
 
 def _alias(value: PyTree) -> PyTree:
-    """Returns a tensor of the same memory whose geometry may be changed."""
+    """Returns a detached tensor of the same memory; any other value itself."""
     if not isinstance(value, Tensor):
         return value
     return value.detach().requires_grad_(value.requires_grad)
 
 
 class _Segment:
-    """What a segment does to memory that it has not made, by ids of storages."""
+    """The reads and writes of a segment in memory from outside of it, by ids of storages."""
 
     def __init__(self, start: int) -> None:
         self.start = start
@@ -135,12 +135,12 @@ class _Segment:
         self.draws = False
 
 
-class _Watch(KernelMode):
-    """Sees which memory kernels read and write, inside of segments and after."""
+class _AccessTracer(KernelMode):
+    """Traces which storages kernels read and write, in segments and after them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # held, so that no other comes to lie where one was freed; and when each was seen first
+        # kept alive, so that no id is reused; and in which order they were first seen
         self._storages: dict[int, tuple[UntypedStorage | None, int]] = {}
         self.written: set[int] = set()
         self.segments: list[_Segment] = []
@@ -154,7 +154,7 @@ class _Watch(KernelMode):
 
     def note(self, values: PyTree) -> set[int]:
         """Returns the ids of the storages of tensors, and notes those that are new."""
-        storages = set(map(storage_of, tensors_in(values))) - {None}
+        storages = set(map(storage_of, tensor_leaves(values))) - {None}
         for storage in storages:
             self._storages.setdefault(id(storage), (storage, len(self._storages)))
         return set(map(id, storages))
@@ -165,14 +165,14 @@ class _Watch(KernelMode):
         """Runs a kernel and notes what it reads and writes."""
         kwargs = kwargs or {}
         effects = effects_of(func)
-        given = self.note((args, kwargs))
+        arguments = self.note((args, kwargs))
         statistics = self.note([*statistics_of(effects, args).values()])
         written = self.note(written_by(effects, args, kwargs)) | statistics
         out = func(*args, **kwargs)
         changed = self.note(out) | written
-        # what is only written back to itself has no effect
-        is_number = not tensors_in(out)
-        read = {storage for storage in given - statistics if is_number or changed - {storage}}
+        # reading a tensor only to write it has no effect
+        is_number = not tensor_leaves(out)
+        read = {storage for storage in arguments - statistics if is_number or changed - {storage}}
         for segment in self.open:
             segment.reads |= self._of_outside(read, segment)
             segment.writes |= self._of_outside(written, segment)
@@ -186,12 +186,12 @@ class _Watch(KernelMode):
         return {storage for storage in storages if self._storages[storage][1] < segment.start}
 
 
-class _Run(Interpreter):
-    """Runs a graph, and tells where its segments are."""
+class _SegmentInterpreter(Interpreter):
+    """Runs a graph, and tells the tracer where its segments are."""
 
-    def __init__(self, graph: GraphModule, watch: _Watch) -> None:
+    def __init__(self, graph: GraphModule, tracer: _AccessTracer) -> None:
         super().__init__(graph)
-        self._watch = watch
+        self._tracer = tracer
 
     def call_function(
         self, target: Callable[..., object] | str, args: Args, kwargs: Kwargs
@@ -200,8 +200,8 @@ class _Run(Interpreter):
         if target is not torch.ops.higher_order.tag_activation_checkpoint:
             return super().call_function(target, args, kwargs)
         graph, *inputs = args
-        self._watch.begin()
+        self._tracer.begin()
         try:
-            return _Run(graph, self._watch).run(*inputs)
+            return _SegmentInterpreter(graph, self._tracer).run(*inputs)
         finally:
-            self._watch.open.pop()
+            self._tracer.open.pop()

@@ -1,16 +1,15 @@
-"""What zoo asks of a device, whichever it is: random streams, memory, the end of its work.
+"""Random streams (generators), memory statistics and synchronization of any kind of device.
 
-A device's own module answers (`torch.cuda`, `torch.xpu`, `torch.npu`), or `torch.accelerator` where
-the module leaves it out. No list of names says what a device can do: what it lacks is refused where
-it is needed, by the device's name.
+A device's own module is queried (`torch.cuda`, `torch.xpu`, `torch.npu`), or `torch.accelerator`
+where the module lacks a function. No device names are hard-coded: a missing capability is refused
+when it is needed, by an error with the device's name.
 
-A kernel draws from the generator that it is given, or from the default stream of each device among
-its arguments. A recording keeps the states that kernels found, so that their replays draw the same
-numbers. Any device whose stream can be read and set will do; for another the result is kept. A
-state of the CPU's takes 5 KB, packed 2.5 KB. So a segment keeps one: a kernel that found the stream
-as the one before it in the segment left it is replayed after that one, and one that drew nothing
-needs none. Draws that take fewer bytes than a state, as far as they come first in a segment, are
-kept themselves.
+A kernel draws from the generator among its arguments, or from the default stream of each device
+among them. A recording keeps the states before kernels, so that their replays draw the same
+numbers. That works for any device whose stream can be read and set; for others the result is kept.
+A state of the CPU's takes 5 KB, packed 2.5 KB. So a segment keeps one: a kernel that continues
+where another in the segment ended is replayed after that one, and one that drew nothing needs none.
+The first draws in a segment, as long as they take fewer bytes than a state, are kept themselves.
 """
 
 import contextlib
@@ -29,30 +28,30 @@ from torch.autograd.profiler import profile
 from zoo._torch import Args, DisableTorchDispatch, Kwargs, has_expandable_segments, is_profiling
 from zoo.errors import ArgumentError, RecomputeError, nearest
 
-# bytes of a state of the CPU's generator, and of what stands before and behind its words
+# bytes of a state of the CPU's generator, and of its fields before and behind the words
 SIZE, HEAD, TAIL = 5056, 24, 40
-# what a packed one takes
+# bytes of a packed state
 PACKED_SIZE = (SIZE - HEAD - TAIL) // 2 + HEAD + TAIL
 
 
 def accelerator() -> str | None:
     """Names the kind of device that this torch has beside the CPU: cuda, xpu, ...; or None."""
-    found = torch.accelerator.current_accelerator()
-    return None if found is None else found.type
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else device.type
 
 
 def accelerator_here() -> str | None:
-    """Names the kind of accelerator that is here and counts its memory; None if there is none."""
+    """Names the accelerator if one is present and counts its memory; else None."""
     kind = accelerator()
     return kind if kind is not None and counts_memory(torch.device(kind)) else None
 
 
-def nearest_device(name: str, known: Iterable[str]) -> str:
-    """Returns ' Did you mean cuda?' for a name of no device; a GPU is the accelerator here."""
+def nearest_device(name: str, names: Iterable[str]) -> str:
+    """Returns ' Did you mean cuda?' for an unknown device name; "gpu" means the accelerator."""
     words = name.lower().replace(":", " ").split()
     if {"gpu", "nvidia", "accelerator"} & set(words):
         return f" Did you mean {accelerator() or 'cuda'}?"
-    return nearest(name, known)
+    return nearest(name, names)
 
 
 def devices_in_use() -> list[torch.device]:
@@ -70,7 +69,7 @@ def is_available(kind: str) -> bool:
 
 
 def name_of(kind: str) -> str:
-    """Returns what the maker calls the current device of a kind; '' for the CPU, or if unknown."""
+    """Returns the product name of the current device of a kind; '' for the CPU, or if unknown."""
     name = getattr(_module(torch.device(kind)), "get_device_name", str)
     return str(name())
 
@@ -82,7 +81,7 @@ def uuid_of(kind: str) -> str:
 
 
 def _is_in_use(module: Any) -> bool:
-    # where nothing tells, what is there may have been used; to ask whether it is there may use it
+    # without `is_initialized` an available device counts as in use
     asked = getattr(module, "is_initialized", None) or module.is_available
     return bool(asked())
 
@@ -99,7 +98,7 @@ def indexed(device: torch.device) -> torch.device:
 
 
 class StreamOfModule:
-    """The random stream of a device whose module reads and writes its state, and no generator."""
+    """The random stream of a device whose module gets and sets its state, without generators."""
 
     def __init__(self, module: Any, device: torch.device) -> None:
         self.module, self.device = module, device
@@ -120,25 +119,25 @@ RandomStream = Generator | StreamOfModule
 
 
 def default_stream(device: torch.device) -> RandomStream | None:
-    """Returns what kernels on a device draw from that are given no generator; None if unknown."""
+    """Returns the stream for kernels on a device that get no generator; None if unknown."""
     if device.type in ("cpu", "meta"):
         return torch.default_generator
     module = _module(device)
     if hasattr(module, "init") and not _is_in_use(module) and module.is_available():
-        # before that there are no generators, and a stream is to have one identity
+        # there are no generators before, and a stream must keep its identity
         module.init()
     device = indexed(device)
     generators = getattr(module, "default_generators", ())
     if device.index is not None and device.index < len(generators):
-        found: Generator = generators[device.index]
-        return found
+        generator: Generator = generators[device.index]
+        return generator
     has_state = hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state")
     return _stream_of_module(device) if has_state else None
 
 
 @functools.cache
 def _stream_of_module(device: torch.device) -> StreamOfModule:
-    # one object for a device, since a stream is known by its identity
+    # one object per device, since streams are compared by identity
     return StreamOfModule(_module(device), device)
 
 
@@ -148,14 +147,14 @@ def restorable_stream(device: torch.device) -> RandomStream:
     Raises:
         ArgumentError: its state cannot be read and set.
     """
-    found = default_stream(device)
-    if found is None:
+    stream = default_stream(device)
+    if stream is None:
         raise ArgumentError(
             f"random numbers on {device} cannot be drawn again: torch.{device.type} has neither "
             "default_generators nor get_rng_state and set_rng_state. Plan, compare and verify on "
             "another device; training by a plan works here and keeps what was drawn"
         )
-    return found
+    return stream
 
 
 def synchronize(device: torch.device) -> None:
@@ -163,11 +162,11 @@ def synchronize(device: torch.device) -> None:
     if device.type == accelerator():
         torch.accelerator.synchronize(device)
     elif device.type not in ("cpu", "meta"):
-        _asked(device, "synchronize")()
+        _device_function(device, "synchronize")()
 
 
 def counts_memory(device: torch.device) -> bool:
-    """Returns whether a device is here and counts the bytes in use and the most of them."""
+    """Returns whether a device is present and counts its bytes in use and their peak."""
     module = _module(device)
     if device.type in ("cpu", "meta") or module is None:
         return False
@@ -176,7 +175,7 @@ def counts_memory(device: torch.device) -> bool:
     if device.type != accelerator():
         return False
     try:
-        # statistics begin with the first block
+        # statistics are empty before the first allocation
         return bool(_statistics(device) or _statistics(torch.empty(1, device=device).device))
     except RuntimeError:
         return False
@@ -187,12 +186,7 @@ def _statistics(device: torch.device) -> dict[str, Any]:
 
 
 def check_counts_memory(device: torch.device) -> None:
-    """Refuses a device whose peak cannot be read.
-
-    Raises:
-        ArgumentError: it is not here, or neither its module nor `torch.accelerator` counts its
-            memory.
-    """
+    """Raises ArgumentError for a device that is absent or does not count its memory."""
     if device.type not in ("cpu", "meta") and not is_available(device.type):
         raise ArgumentError(f"torch finds no {device.type} here; {device} cannot be measured")
     if not counts_memory(device):
@@ -205,39 +199,39 @@ def check_counts_memory(device: torch.device) -> None:
 
 def allocated(device: torch.device) -> int:
     """Returns the bytes in use on a device."""
-    return int(_asked(device, "memory_allocated")())
+    return int(_device_function(device, "memory_allocated")())
 
 
 def peak(device: torch.device) -> int:
     """Returns the most bytes in use on a device since `reset_peak`."""
-    return int(_asked(device, "max_memory_allocated")())
+    return int(_device_function(device, "max_memory_allocated")())
 
 
 def reserved_peak(device: torch.device) -> int | None:
-    """Returns the most bytes that a device's allocator reserved since `reset_peak`, if it counts.
+    """Returns the most bytes that a device's allocator reserved since `reset_peak`.
 
-    None on the CPU, which reserves nothing, and where the device's module does not tell.
+    None on the CPU, which reserves nothing, and for a device that does not count them.
     """
     if not counts_memory(device):
         return None
     try:
-        return int(_asked(device, "max_memory_reserved")())
+        return int(_device_function(device, "max_memory_reserved")())
     except ArgumentError:
         return None
 
 
 def reset_peak(device: torch.device) -> None:
-    """Has `peak` and `reserved_peak` begin with the bytes that are in use and reserved now."""
-    _asked(device, "reset_peak_memory_stats")()
+    """Restarts `peak` and `reserved_peak` at the bytes that are in use and reserved now."""
+    _device_function(device, "reset_peak_memory_stats")()
 
 
 def release_cached(device: torch.device) -> None:
-    """Releases the memory that a device's allocator has cached, as far as it lets a caller."""
+    """Releases the memory that a device's allocator has cached, if its module has `empty_cache`."""
     getattr(_module(device), "empty_cache", lambda: None)()
 
 
 def splits_all_blocks(device: torch.device) -> bool:
-    """Returns whether a device is in use and its allocator loses no rests of blocks.
+    """Returns whether a device is in use and its allocator can split all blocks.
 
     That is so with `PYTORCH_ALLOC_CONF=expandable_segments:True`.
     """
@@ -247,13 +241,13 @@ def splits_all_blocks(device: torch.device) -> bool:
 
 def total_bytes(device: torch.device) -> int:
     """Returns the bytes of a device's memory."""
-    return int(_asked(device, "mem_get_info", "get_memory_info")()[1])
+    return int(_device_function(device, "mem_get_info", "get_memory_info")()[1])
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the bytes that are free on a device, or cached by torch and not in use."""
-    free, _ = _asked(device, "mem_get_info", "get_memory_info")()
-    return int(free) + int(_asked(device, "memory_reserved")()) - allocated(device)
+    """Returns the bytes on a device that are free, or cached by torch and not in use."""
+    free, _ = _device_function(device, "mem_get_info", "get_memory_info")()
+    return int(free) + int(_device_function(device, "memory_reserved")()) - allocated(device)
 
 
 def _module(device: torch.device) -> Any:
@@ -263,19 +257,19 @@ def _module(device: torch.device) -> Any:
         return None
 
 
-def _asked(device: torch.device, *names: str) -> Callable[[], Any]:
-    """Returns a function of a device, of the first of some names that there is.
+def _device_function(device: torch.device, *names: str) -> Callable[[], Any]:
+    """Returns the first of some functions that the device's module has, bound to the device.
 
     Raises:
-        ArgumentError: there is none.
+        ArgumentError: it has none of them.
     """
-    places = [_module(device)]
+    modules = [_module(device)]
     if device.type == accelerator():
-        places.append(torch.accelerator)
+        modules.append(torch.accelerator)
     for name in names:
-        for place in places:
-            if (found := getattr(place, name, None)) is not None:
-                return functools.partial(found, device)
+        for module in modules:
+            if (function := getattr(module, name, None)) is not None:
+                return functools.partial(function, device)
     raise ArgumentError(f"{device} cannot be measured: torch.{device.type} has no {names[0]}")
 
 
@@ -284,11 +278,11 @@ Draws = list[tuple[RandomStream, Tensor]]
 
 
 class PackedState:
-    """A state in half its bytes: torch writes each word of the CPU's generator as one of 64 bits.
+    """A random state in half its bytes: torch stores each 32-bit word of the CPU's in 64 bits.
 
         24 bytes    624 words of 64 bits, of which the high halves are zero    40 bytes
 
-    The state of another device's stream stays as it is.
+    States of other devices are not packed.
     """
 
     __slots__ = ("capture", "ends", "words")
@@ -300,28 +294,28 @@ class PackedState:
         if device.type == "cpu" and state.numel() == SIZE and _is_packable():
             with DisableTorchDispatch():
                 self.words = state.view(torch.int32)[::2].clone()
-            place = state.data_ptr()
+            start = state.data_ptr()
             self.ends = (
-                ctypes.string_at(place, HEAD),
-                ctypes.string_at(place + SIZE - TAIL, TAIL),
+                ctypes.string_at(start, HEAD),
+                ctypes.string_at(start + SIZE - TAIL, TAIL),
             )
 
     def state(self) -> Tensor:
-        """Returns the state as it was."""
+        """Returns the unpacked state."""
         if self.ends is None:
             return self.words
         with DisableTorchDispatch():
             state = self.words.to(torch.int64).bitwise_and_(0xFFFFFFFF).view(torch.uint8)
-        place = state.data_ptr()
+        start = state.data_ptr()
         head, tail = self.ends
-        ctypes.memmove(place, head, HEAD)
-        ctypes.memmove(place + SIZE - TAIL, tail, TAIL)
+        ctypes.memmove(start, head, HEAD)
+        ctypes.memmove(start + SIZE - TAIL, tail, TAIL)
         return state
 
 
 @functools.cache
 def _is_packable() -> bool:
-    """Returns whether this torch writes states as is described above."""
+    """Returns whether this torch lays states out as `PackedState` describes."""
     state = torch.Generator().manual_seed(2**63 + 1).get_state()
     with DisableTorchDispatch():
         return not state[HEAD : SIZE - TAIL].view(torch.int32)[1::2].any().item()
@@ -366,7 +360,7 @@ def whole_step_captured() -> Iterator[None]:
 
 
 # random streams, and the states that a segment keeps of them
-Kept = list[tuple[RandomStream, PackedState]]
+PackedDraws = list[tuple[RandomStream, PackedState]]
 
 
 def draws_of(args: Args, kwargs: Kwargs) -> Draws | None:
@@ -375,44 +369,44 @@ def draws_of(args: Args, kwargs: Kwargs) -> Draws | None:
     So is that of a stream in a graph which the backward may not be in.
     """
     values = (*args, *kwargs.values())
-    given: list[RandomStream] = [value for value in values if isinstance(value, Generator)]
-    if not given and args and isinstance(args[0], Tensor) and args[0].is_cpu:
-        given = [torch.default_generator]
-    devices = () if given else _devices(args, kwargs)
-    found = [*given, *map(default_stream, devices)]
-    captured = any(is_capturing(stream.device) for stream in found if stream is not None)
-    if captured and not _WholeStep.is_captured:
+    generators: list[RandomStream] = [value for value in values if isinstance(value, Generator)]
+    if not generators and args and isinstance(args[0], Tensor) and args[0].is_cpu:
+        generators = [torch.default_generator]
+    devices = () if generators else _devices(args, kwargs)
+    streams = [*generators, *map(default_stream, devices)]
+    is_captured = any(is_capturing(stream.device) for stream in streams if stream is not None)
+    if is_captured and not _WholeStep.is_captured:
         return None
     try:
-        states = [(stream, stream.get_state()) for stream in found if stream is not None]
+        states = [(stream, stream.get_state()) for stream in streams if stream is not None]
     except RuntimeError:
-        # a torch that reads no state in a capture
-        if captured:
+        # this torch cannot read a state in a capture
+        if is_captured:
             return None
         raise
-    return states if len(states) == len(found) else None
+    return states if len(states) == len(streams) else None
 
 
 def _devices(args: Args, kwargs: Kwargs) -> Iterable[torch.device]:
     values = [*args, *kwargs.values()]
     parts = [part for value in values if isinstance(value, (list, tuple)) for part in value]
-    found = {value.device for value in (*values, *parts) if isinstance(value, Tensor)}
-    found |= {value for value in values if isinstance(value, torch.device)}
-    return found or {torch.get_default_device()}
+    devices = {value.device for value in (*values, *parts) if isinstance(value, Tensor)}
+    devices |= {value for value in values if isinstance(value, torch.device)}
+    return devices or {torch.get_default_device()}
 
 
-def is_same_state(one: Tensor, other: Tensor) -> bool:
+def is_same_state(state: Tensor, other: Tensor) -> bool:
     """Compares states of random streams, which no dispatch mode sees."""
     with DisableTorchDispatch():
-        return torch.equal(one, other)
+        return torch.equal(state, other)
 
 
 class SetAsideState:
-    """The state of a stream, put aside while others are written, from `begin` until it is called.
+    """The state of a stream, set aside from `begin` until a call restores it.
 
-    A state that is written counts as a seed: after one, cuDNN's networks draw and make the state of
-    their dropout anew. So the stream of a CUDA device is given another object for its state, and
-    then its own again, which nothing has written.
+    Setting a state counts as seeding, after which cuDNN's networks draw anew to make the state of
+    their dropout. So the stream of a CUDA device gets another state object, and then its own again,
+    which was not written.
     """
 
     def __init__(self, stream: RandomStream) -> None:
@@ -435,7 +429,7 @@ class SetAsideState:
         self.written.set_state(state)
 
     def __call__(self) -> None:
-        """Brings the state back."""
+        """Restores the state."""
         if self.own is None:
             self.stream.set_state(self.state)
         else:
@@ -448,8 +442,8 @@ def _swaps_state(stream: RandomStream) -> TypeGuard[Generator]:
     return is_of_cuda and not torch.cuda.is_current_stream_capturing()
 
 
-def draw_as(draws: Kept, restore: dict[int, SetAsideState]) -> None:
-    """Sets streams to recorded states; what brings each back goes into `restore`, by its id.
+def draw_as(draws: PackedDraws, restore: dict[int, SetAsideState]) -> None:
+    """Sets streams to recorded states; `restore` gets their own states, by the ids of streams.
 
     Raises:
         RecomputeError: forward and backward are not captured into the same graph.
@@ -468,7 +462,7 @@ def draw_as(draws: Kept, restore: dict[int, SetAsideState]) -> None:
 
 
 def count_as_seeded(device: torch.device) -> None:
-    """Has cuDNN's networks make the state of their dropout anew, as after a seed."""
+    """Makes cuDNN's networks create the state of their dropout anew, as after a seed."""
     stream = restorable_stream(device)
     stream.set_state(stream.get_state())
 
@@ -491,17 +485,17 @@ def random_state_restored() -> Iterator[dict[str, Any]]:
     states = read_streams()
     aside = {str(device): SetAsideState(restorable_stream(device)) for device in devices_in_use()}
     try:
-        for one in aside.values():
-            one.begin()
+        for own_state in aside.values():
+            own_state.begin()
         yield states
     finally:
-        for bring_back in aside.values():
-            bring_back()
+        for restore in aside.values():
+            restore()
         set_streams({name: state for name, state in states.items() if name not in aside})
 
 
 def _global_streams() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:
-    """Yields each global random stream in use: its name, and what reads and writes its state."""
+    """Yields each global random stream in use: its name, and functions to get and set its state."""
     yield "cpu", torch.get_rng_state, torch.set_rng_state
     yield "python", random.getstate, random.setstate
     for device in devices_in_use():
@@ -514,8 +508,8 @@ def _global_streams() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], 
 
 @contextlib.contextmanager
 def cpu_events() -> Iterator[list[tuple[int, int, int]]]:
-    """Yields a list, in the end of the CPU allocator's events: `time.time_ns`, address, bytes."""
-    # torch would let a second profiler begin, and end the first with it
+    """Yields a list that gets the CPU allocator's events: `time.time_ns`, address, bytes."""
+    # a second profiler would end the first
     if is_profiling():
         raise ArgumentError(
             "memory on the CPU is measured by torch's profiler, which is at work already: put "
@@ -528,8 +522,10 @@ def cpu_events() -> Iterator[list[tuple[int, int, int]]]:
         with profiler:
             yield events
     finally:
+        # None where memory ran out as the profiler ended, of which an error is on its way
+        results = profiler.kineto_results
         # a stack, since a deep model's backward nests deeper than Python recurses
-        waiting = [*reversed(profiler.kineto_results.experimental_event_tree())]
+        waiting = [] if results is None else [*reversed(results.experimental_event_tree())]
         while waiting:
             event = waiting.pop()
             waiting.extend(reversed(event.children))

@@ -1,9 +1,9 @@
-"""Makes a kernel call operators with the dispatch keys that they have outside of dispatch modes.
+"""Restores dispatch keys for the operators that a kernel calls from inside of a dispatch mode.
 
-While a mode handles an operator, torch excludes all keys above it from what the kernel calls:
-autocast, and those that resolve tensors which are conjugate, negative or zero without memory that
-says so. So they are given back where they matter: under autocast, for complex numbers, and to
-custom operators, which may do anything.
+While a mode handles an operator, torch excludes all keys above it from the calls that the kernel
+makes: autocast, and those that resolve lazily conjugate, negative or zero tensors. They are
+restored where they matter: under autocast, for complex numbers, and for custom operators, which
+may do anything.
 """
 
 import functools
@@ -36,17 +36,17 @@ _LAZY = (
     | DispatchKeySet(_KEYS["Negative"])
     | DispatchKeySet(_KEYS["ZeroTensor"])
 )
-# the second returns how many autocast regions are around; called by one call in C, since an
-# interruption between them would leave the number wrong
+# the second returns the autocast nesting; both run in one call in C, since an interrupt between
+# them would leave the nesting wrong
 _NESTING = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
 
 
 class KernelWithKeys:
-    """A kernel with what was in force where it was called, to be called there and in a replay.
+    """A kernel with the dispatch keys of its call, for the forward and for replays.
 
     Attributes:
-        keys: those that are not to be excluded.
-        dtypes: for each kind of device whose autocast they have, the type that it casts to.
+        keys: dispatch keys that are not to be excluded.
+        dtypes: autocast's type for each kind of device whose autocast key is among them.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class KernelWithKeys:
 
 
 def kernel_of(operator: Operator, effects: Effects, args: Args, kwargs: Kwargs) -> Kernel:
-    """Returns what a dispatch mode calls for the operator that it handles now.
+    """Returns the function by which a dispatch mode runs the operator that it handles.
 
     Raises:
-        RecomputeError: autocast casts for one of the functions that call it and not for another,
-            and torch does not tell which one it was.
+        RecomputeError: autocast casts for one of its possible callers and not for another, and
+            torch does not tell which one it was.
     """
     _, is_cast = (0, 0) if effects.leaf else map(call, _NESTING)
     first = args[0] if args else None
@@ -93,30 +93,30 @@ def kernel_of(operator: Operator, effects: Effects, args: Args, kwargs: Kwargs) 
 def with_present_keys(
     operator: Operator, args: Args, kwargs: Kwargs, *, is_lazy: bool = True
 ) -> Kernel:
-    """Returns the kernel with the keys that are in force where the operator is called.
+    """Returns the kernel with the dispatch keys that are active where the operator is called.
 
-    One that `is_lazy` may meet conjugate and negative tensors.
+    `is_lazy`: it may get lazily conjugate and negative tensors.
 
     Raises:
         RecomputeError: as `kernel_of`.
     """
     if not hasattr(operator, "_schema") or operator.namespace == "prim":
-        # torch dispatches higher-order operators in Python, and questions that it asks itself
+        # torch dispatches higher-order operators and its own metadata queries in Python
         return operator  # type: ignore[no-any-return]
     if args and isinstance(args[0], Tensor):
-        # a kernel is one of the device of its first argument
+        # the first argument's device decides the kernel
         kinds = {args[0].device.type}
     else:
         leaves = pytree.tree_leaves((args, kwargs))
         kinds = {"cpu", *(leaf.device.type for leaf in leaves if isinstance(leaf, Tensor))}
     with RestoreKeys():
-        found = [
+        autocast_kinds = [
             kind
             for kind in kinds
             if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         ]
     keys, dtypes = _LAZY if is_lazy else _NONE, {}
-    for kind in found:
+    for kind in autocast_kinds:
         name = f"Autocast{kind.upper()}"
         key = name if name in _KEYS else "AutocastPrivateUse1"
         if not _casts(operator.name(), operator._schema.name, key):
@@ -130,14 +130,14 @@ def _casts(overload: str, name: str, key: str) -> bool:
     """Returns whether autocast casts for an operator, whose kernel then runs without autocast.
 
     Raises:
-        RecomputeError: it does by one name and does not by another.
+        RecomputeError: it does for one of the operator's callers and not for another.
     """
     callers = CALLERS.get(name, (overload,))
-    found = {has_kernel(caller, key) for caller in callers}
-    if len(found) > 1:
+    casts = {has_kernel(caller, key) for caller in callers}
+    if len(casts) > 1:
         names = " and ".join(f"torch.ops.{caller.replace('::', '.')}" for caller in callers)
         raise RecomputeError(
             f"{names} differ under autocast, and a recording cannot tell one from the other. "
             "Call it in `torch.autocast(device_type, enabled=False)`, or outside of the segment."
         )
-    return found == {True}
+    return casts == {True}

@@ -1,17 +1,17 @@
-"""Segments that are ranges of the kernels of a forward, whatever Python calls them.
+"""Opens and closes segments between the kernels of a forward, as a plan says.
 
 A plan of a model's forward names ranges of its sequence of operators. The forward runs as it is
-written; a dispatch mode counts its kernels and opens and closes segments between them:
+written; a dispatch mode counts its operators (`recompute.segment` is one segment around a block):
 
     kernels     0  1  2 | 3  4  5 | 6  7 | 8 ...
     plan        (  step 0  step 1  ) step 2 ...
     segments    open 0 ............ close 6
 
-As long as the operators are those of the script, the plan holds. From the first that is another
-(control flow) until the forward comes to a known one again, each block of the model is a segment
-of its own; so it is to the end of the forward from the first that returns more than its plan has
-room for, whatever decided its size: an argument, an attribute or data. What is kept then differs,
-and never what is computed.
+The plan holds as long as the operators are those of the traced branch. From the first other one
+(control flow) until the forward enters a block that the branch knows, each block of the model is a
+segment. So it is to the end of the forward once an operator returns more than the plan has room
+for, whatever decided its size: an argument, an attribute or data. That changes what is kept, never
+what is computed.
 """
 
 import bisect
@@ -55,23 +55,23 @@ from zoo.planner.plan import Item, Plan
 T = TypeVar("T")
 # numbers of the segments around a kernel, the outermost first
 Path = tuple[int, ...]
-# operators that return less than this part of the mean do not decide whether a plan has room
+# operators that return less than 1 / SMALL_PART of the mean do not decide whether a plan has room
 SMALL_PART = 16
-# a block of the model by its path, and which call of it
+# the path of a block of the model, and which call of it
 Visit = tuple[str, int]
 
 
 @dataclass(eq=False)
-class Script:
-    """The operators of a forward in order, and the segments that a plan makes of them.
+class PlannedBranch:
+    """One branch of a forward, traced: its operators in order, and the segments of a plan for it.
 
     Attributes:
-        operators: all that the forward dispatches, views and questions included.
+        operators: all that the forward dispatches, views and queries of metadata included.
         boundaries: for each step the index of its first operator; the first is 0.
         plan: which steps are segments.
-        visits: where the blocks of the model begin.
+        visits: index of the operator at which each call of a block begins.
         sizes: bytes that each operator returned.
-        room: how many times as much each may return under this plan.
+        room: how many times these bytes each may return under this plan.
     """
 
     operators: Sequence[Operator]
@@ -91,9 +91,9 @@ class Script:
         self.switches = dict(zip(self.boundaries, paths, strict=False))
 
     def serves(self, operators: Sequence[Operator], sizes: Mapping[int, int]) -> bool:
-        """Returns whether a forward may go by the plan that began with these operators.
+        """Returns whether the plan fits a forward that began with these operators.
 
-        `sizes` has bytes that they returned, by their indices.
+        `sizes` are the bytes that they returned, by index.
         """
         count = len(operators)
         return [*self.operators[:count]] == [*operators] and all(
@@ -105,12 +105,12 @@ class Script:
         return self.switches[self.boundaries[bisect.bisect_right(self.boundaries, index) - 1]]
 
 
-def fastest(
-    scripts: Iterable[Script], operators: Sequence[Operator], sizes: Mapping[int, int]
-) -> Script | None:
-    """Returns the script of least room that serves a forward; None if none does."""
-    by_room = sorted(scripts, key=lambda script: script.total)
-    return next((script for script in by_room if script.serves(operators, sizes)), None)
+def fastest_branch(
+    branches: Iterable[PlannedBranch], operators: Sequence[Operator], sizes: Mapping[int, int]
+) -> PlannedBranch | None:
+    """Returns the branch of least room that serves a forward; None if none does."""
+    by_room = sorted(branches, key=lambda branch: branch.total)
+    return next((branch for branch in by_room if branch.serves(operators, sizes)), None)
 
 
 def bytes_returned(result: PyTree) -> int:
@@ -132,34 +132,34 @@ def _paths(items: Sequence[Item], around: Path, numbers: Iterator[int]) -> Itera
 class Conductor(Recorder):
     """Opens and closes segments between the kernels of one forward.
 
-    It goes by the first of some scripts until the operators, or their sizes, are those of another.
+    It follows the first branch until the operators, or their sizes, are those of another.
 
     Attributes:
-        synchronized: whether the operators so far are those of the script.
+        synchronized: whether the operators so far are those of the branch.
         lost: whether they ever were not.
-        outgrown: whether an operator returned more than the script has room for.
-        sizes: bytes that operators returned, by their indices, where a script limits them.
-        operators: those that came, where there is no script.
-        visits: the indices at which blocks of the model began.
-        hooks: for tensors that autograd saves: those of the engine, or others around them.
+        outgrown: whether an operator returned more than the branch has room for.
+        sizes: bytes that operators returned, by index, if a branch limits them.
+        operators: those dispatched so far, if there is no branch.
+        visits: as in `PlannedBranch`, if there is no branch.
+        hooks: saved-tensor hooks of the forward: the engine's, or others that wrap them.
     """
 
     def __init__(
-        self, scripts: Sequence[Script], hooks: AbstractContextManager[object] = HOOKS
+        self, branches: Sequence[PlannedBranch], hooks: AbstractContextManager[object] = HOOKS
     ) -> None:
         super().__init__()
         self.hooks = hooks
-        self.scripts = scripts
-        self.script = scripts[0] if scripts else None
-        self.synchronized, self.lost = bool(scripts), not scripts
+        self.branches = branches
+        self.branch = branches[0] if branches else None
+        self.synchronized, self.lost = bool(branches), not branches
         self.outgrown, self.sizes = False, dict[int, int]()
-        self._is_limited = any(script.room < math.inf for script in scripts)
+        self._is_limited = any(branch.room < math.inf for branch in branches)
         self.operators: list[Operator] = []
         self.visits: dict[Visit, int] = {}
         # the next operator, the segments around the one before, and the blocks that run
         self.index, self.path, self.depth = 0, Path(), 0
         self._counts: Counter[str] = Counter()
-        # by the ids of storages what closed segments read and saved of them
+        # what closed segments read and saved of each storage, by its id
         self._readers: defaultdict[int, list[weakref.ref[External]]] = defaultdict(list)
         self._saved: defaultdict[int, list[weakref.ref[Handle]]] = defaultdict(list)
         self._sequence = -1
@@ -170,11 +170,11 @@ class Conductor(Recorder):
         self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> PyTree:
         """Runs a kernel, in the segment that it belongs to."""
-        # fake tensors dispatch looks at what they are, which no real one does
-        is_look = getattr(func, "namespace", "") == "prim"
-        if is_look or thread.replaying or not all(map(has_own_storage, types)):
+        # queries of metadata, which fake tensors dispatch and real ones do not
+        is_query = getattr(func, "namespace", "") == "prim"
+        if is_query or thread.replaying or not all(map(has_own_storage, types)):
             return super().__torch_dispatch__(func, types, args, kwargs)
-        # what one forward does and the next does not is in no script
+        # operators that only the first forward after a seed runs are in no branch
         is_counted = not makes_dropout_state(func, args, kwargs or {})
         if is_counted:
             self._advance(func)
@@ -188,8 +188,8 @@ class Conductor(Recorder):
     def before_write(self, tensor: Tensor) -> None:
         """Called before a kernel writes a tensor, which earlier segments may have read.
 
-        They get a copy: the forward may write until it ends, as for a moving average. What autograd
-        saved is kept as it is: without a segment it would have what is written.
+        They get a copy: the forward may write until it ends, as for a moving average. A saved
+        tensor is kept as it is, and sees the write as in the baseline.
         """
         storage = storage_of(tensor)
         if storage is not None:
@@ -208,33 +208,33 @@ class Conductor(Recorder):
         hold_readers(readers, storage, tensor)
 
     def _advance(self, func: Operator) -> None:
-        """Counts an operator, and switches to the segments that it belongs to."""
-        index, script = self.index, self.script
+        """Counts an operator, and switches to its segments."""
+        index, branch = self.index, self.branch
         self.index = index + 1
-        if script is None:
+        if branch is None:
             self.operators.append(func)
         elif self.synchronized:
-            is_other = index >= len(script.operators) or script.operators[index] is not func
+            is_other = index >= len(branch.operators) or branch.operators[index] is not func
             if is_other or self.outgrown:
-                self._switch_scripts([*script.operators[:index], func])
-            elif index in script.switches:
-                self._switch_segments(script.switches[index])
+                self._switch_branches([*branch.operators[:index], func])
+            elif index in branch.switches:
+                self._switch_segments(branch.switches[index])
         if self._waiting is not None:
             self._switch_segments(*self._waiting)
 
     def _measure(self, result: PyTree) -> None:
-        """Notes what an operator returned; from the next one on a script with room is needed."""
+        """Notes the bytes that an operator returned, and whether the branch had room for them."""
         index = self.index - 1
         self.sizes[index] = size = bytes_returned(result)
-        if self.script is not None and size > self.script.limits[index]:
+        if self.branch is not None and size > self.branch.limits[index]:
             self.outgrown = True
 
-    def _switch_scripts(self, operators: Sequence[Operator]) -> None:
-        """Goes on by another script that serves these operators; where there is none, by blocks."""
-        script = fastest(self.scripts, operators, self.sizes)
-        if script is not None:
-            self.script, self.outgrown = script, False
-            self._switch_segments(script.path_at(self.index - 1), fresh=True)
+    def _switch_branches(self, operators: Sequence[Operator]) -> None:
+        """Switches to another branch that serves these operators; if there is none, to blocks."""
+        branch = fastest_branch(self.branches, operators, self.sizes)
+        if branch is not None:
+            self.branch, self.outgrown = branch, False
+            self._switch_segments(branch.path_at(self.index - 1), fresh=True)
             return
         self.synchronized, self.lost = False, True
         self._switch_segments((-1,) if self.depth else ())
@@ -244,14 +244,14 @@ class Conductor(Recorder):
         visit = block, self._counts[block]
         self._counts[block] += 1
         self.depth += 1
-        if self.script is None:
+        if self.branch is None:
             self.visits[visit] = self.index
         else:
-            known = self.script.visits.get(visit)
-            is_elsewhere = known != self.index or not self.synchronized
-            if known is not None and is_elsewhere and not self.outgrown:
-                self.index, self.synchronized = known, True
-                self._switch_segments(self.script.path_at(known), fresh=True)
+            start = self.branch.visits.get(visit)
+            is_elsewhere = start != self.index or not self.synchronized
+            if start is not None and is_elsewhere and not self.outgrown:
+                self.index, self.synchronized = start, True
+                self._switch_segments(self.branch.path_at(start), fresh=True)
         if not self.synchronized:
             self._switch_segments((-1,), fresh=True)
 
@@ -262,10 +262,10 @@ class Conductor(Recorder):
             self._switch_segments(())
 
     def _switch_segments(self, path: Path, fresh: bool = False) -> None:
-        """Closes and opens segments until those of a path are open; all of them anew if fresh.
+        """Closes and opens segments until those of a path are open; `fresh` reopens all of them.
 
-        A backward inside of the forward runs on a thread of the device, which has the modes of the
-        forward's thread and not its segments: a switch there waits until the forward goes on.
+        A backward inside of the forward runs on the device's thread, which has the modes of the
+        forward's thread but not its segments: a switch there waits until the forward goes on.
         """
         fresh = fresh or (self._waiting is not None and self._waiting[1])
         self._waiting = None if thread.conductor is self else (path, fresh)
@@ -289,32 +289,32 @@ class Conductor(Recorder):
 
     def _close(self) -> None:
         """Closes the innermost segment."""
-        part = thread.segment
-        assert part is not None, "a path has a segment for each number"
-        part.end, thread.segment = part.recording.count, part.parent
-        if part.parent is None:
-            read = [one for one in part.recording.storages.externals if one.is_read]
-            prune(part)
-            for found in read:
-                if (home := found.home()) is not None:
-                    self._readers[id(home)].append(weakref.ref(found))
-            for handle in part.all_handles():
+        segment = thread.segment
+        assert segment is not None, "a path has a segment for each number"
+        segment.end, thread.segment = segment.recording.count, segment.parent
+        if segment.parent is None:
+            read = [one for one in segment.recording.storages.externals if one.is_read]
+            prune(segment)
+            for external in read:
+                if (home := external.home()) is not None:
+                    self._readers[id(home)].append(weakref.ref(external))
+            for handle in segment.all_handles():
                 home = handle.value.home()
                 if home is not None:
                     self._saved[id(home)].append(weakref.ref(handle))
 
     def _pending(self) -> list[Handle]:
-        """Returns what the operation saved that is about to run its kernel in another segment.
+        """Returns the handles saved by the operation whose kernel is about to run in a new segment.
 
-        Autograd saves an operation's inputs before its kernel runs, and numbers operations first.
-        Of a write to a view it numbers more, before it saves the result, which may be gone already.
+        Autograd numbers an operation and saves its inputs before its kernel runs. For a write to a
+        view it numbers several before it saves the result, which may be gone already.
         """
         assert thread.segment is not None
-        handles = [one for one in thread.segment.living() if one.sequence > self._sequence]
+        handles = [handle for handle in thread.segment.living() if handle.sequence > self._sequence]
         return [handle for handle in handles if handle.original() is not None]
 
     def run(self, function: Callable[[], T]) -> T:
-        """Runs a forward; whatever interrupts it, and where, the thread is left as it was."""
+        """Runs a forward; restores the thread's state even after an interrupt."""
         try:
             with self:
                 return function()
@@ -325,35 +325,35 @@ class Conductor(Recorder):
         thread.conductor = self
         super().__enter__()
         self.hooks.__enter__()
-        if self.script is not None:
-            self._switch_segments(self.script.switches.get(0, ()))
+        if self.branch is not None:
+            self._switch_segments(self.branch.switches.get(0, ()))
         return self
 
     def __exit__(self, *raised: object) -> None:
         self._leave()
 
     def _leave(self) -> None:
-        """Ends the forward, unless it has ended: an interrupt may have cut the end short."""
+        """Ends the forward unless it has ended; `run` repeats an end that was interrupted."""
         if thread.conductor is not self:
             return
         leave_hooks()
         if self in dispatch_modes():
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.recording = None
-        # not by the path, which is not that of the segments where a turn was interrupted
+        # not `self.path`, which may differ from the open segments if a switch was interrupted
         while thread.segment is not None:
             self._close()
         thread.conductor = None
 
 
 def conducts() -> bool:
-    """Returns whether a forward that begins now may be cut into segments."""
+    """Returns whether a forward that begins now may have segments."""
     hooks = top_saved_tensors_hooks(False)
     return records() and hooks is None and thread.segment is None and thread.conductor is None
 
 
 def reason_for_plain() -> str | None:
-    """Returns why a forward that records gradients goes without its plan; None where it should."""
+    """Returns why a forward that records gradients cannot follow its plan; None where it should."""
     if not torch.is_grad_enabled() or is_tracing():
         return None
     if thread.segment is not None or thread.conductor is not None:

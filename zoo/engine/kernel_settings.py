@@ -1,9 +1,9 @@
-"""The globals of torch by which it chooses among kernels: a replay has those of the forward.
+"""Global settings of torch that choose among kernels: a replay runs with those of the forward.
 
-A recording reads before each kernel what that kernel heeds, by the names of operators, and all of
-them where one of these has changed. What chooses above the recorded kernels is none of these:
-which kind of attention runs (heeded inside of the fused layers of an inference alone), the fast
-path of `nn.MultiheadAttention`, the order of an `einsum`, semi-structured sparsity.
+Before each kernel a recording reads the settings that its operator heeds, and all of them if one
+has changed. Settings that act above the recorded kernels are not here: the choice of an attention
+kernel (heeded only inside of the fused inference layers), the fast path of
+`nn.MultiheadAttention`, the order of an `einsum`, semi-structured sparsity.
 """
 
 import functools
@@ -23,12 +23,12 @@ CONVOLUTIONS = ("conv",)
 RECURRENT = ("rnn", "lstm", "gru")
 LINEAR_ALGEBRA = ("linalg", "cholesky", "geqrf", "ormqr", "triangular_solve", "lu_solve", "lstsq")
 ATTENTION = ("attention",)
-# with those that multiply matrices inside
+# matrix products, and kernels that contain some
 PRODUCTS = (
     "mm", "addm", "linear", "dot", "mv", "cdist", "euclidean", "trilinear",
     *CONVOLUTIONS, *RECURRENT, *LINEAR_ALGEBRA, *ATTENTION,
 )  # fmt: skip
-# these call all others, attention included, where nothing needs a gradient
+# without gradients these call all others, attention included
 FUSED_LAYERS = ("multi_head_attention", "transformer_encoder_layer")
 MEMORY = ("::empty", "::new_empty")
 CHOSEN = (*PRODUCTS, *FUSED_LAYERS, "gelu", "cumsum", "scatter", "index", "put", "quantized")
@@ -53,13 +53,12 @@ HEEDED_BY = {
 
 
 class Setting(NamedTuple):
-    """A global of torch that changes what kernels compute.
+    """A global setting of torch that changes what kernels compute.
 
     Attributes:
-        read, write: what is set now, and how to set it.
-        kernels: parts of the names of the operators that heed it; "" for all, none for what others
-            go by.
-        own: reads what is to be written again later, where that is not what is read.
+        read, write: functions that get and set it.
+        kernels: parts of the names of operators that heed it; "" is all, () a default of others.
+        own: returns the value to restore later, if that is not the one that `read` returns.
     """
 
     name: str
@@ -69,34 +68,34 @@ class Setting(NamedTuple):
     own: Callable[[], Any] | None = None
 
 
-# their product is 0 where this thread takes denormal numbers for it
+# their product is 0 if this thread flushes denormal numbers
 DENORMAL, ONE = 5e-324, 1.0
 
 
 def _flushes_denormal() -> bool:
-    """Returns whether this thread takes denormal numbers for 0 (`torch.set_flush_denormal`)."""
+    """Returns whether this thread flushes denormal numbers to 0 (`torch.set_flush_denormal`)."""
     return DENORMAL * ONE == 0
 
 
-def _own_precision(*place: str) -> str:
-    """Reads the precision that was set for some kernels; "none" where they go by another one.
+def _own_precision(*key: str) -> str:
+    """Reads the precision set for a backend and operation; "none" if it follows a general one.
 
-    Those of cuDNN begin with one of their own that goes with any other one, once that is set.
+    cuDNN's begin with values of their own that follow a general one as soon as that is set.
     """
-    library_all, every = (place[0], "all"), ("generic", "all")
-    is_set = place == every or not _goes_by(place, every)
-    if is_set and place[1] != "all" and not _goes_by(library_all, every):
-        is_set = not _goes_by(place, library_all)
-    is_set |= precision_of(*place) != precision_of(*library_all)
-    return str(precision_of(*place)) if is_set else "none"
+    library_all, every = (key[0], "all"), ("generic", "all")
+    is_set = key == every or not _goes_by(key, every)
+    if is_set and key[1] != "all" and not _goes_by(library_all, every):
+        is_set = not _goes_by(key, library_all)
+    is_set |= precision_of(*key) != precision_of(*library_all)
+    return str(precision_of(*key)) if is_set else "none"
 
 
-def _goes_by(place: tuple[str, ...], general: tuple[str, ...]) -> bool:
-    """Tries whether a precision changes with a more general one; torch does not tell."""
-    before, own = precision_of(*place), precision_of(*general)
+def _goes_by(key: tuple[str, ...], general: tuple[str, ...]) -> bool:
+    """Changes a general precision to see whether another follows it; torch does not tell."""
+    before, own = precision_of(*key), precision_of(*general)
     try:
         set_precision(*general, "tf32" if before != "tf32" else "ieee")
-        return bool(precision_of(*place) != before)
+        return bool(precision_of(*key) != before)
     finally:
         set_precision(*general, own)
 
@@ -124,14 +123,14 @@ _OF_CPU = (
         "deterministic", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode,
         _DETERMINISTIC,
     ),
-    # an LSTM's kernel on the CPU rounds otherwise where it keeps nothing for a backward
+    # the CPU's LSTM kernel rounds differently without gradients
     Setting("grad", torch.is_grad_enabled, set_grad_enabled, _DETERMINISTIC),
     *_of_library(CPU_SETTINGS, CHOSEN),
     *_precisions("mkldnn", **_PRECISE),
 )  # fmt: skip
 _OF_CUDA = (
     *_of_library(CUDA_SETTINGS, PRODUCTS),
-    # the more general ones first: those of cuDNN begin with one that cannot be written again
+    # the more general first: the initial values of cuDNN's cannot be set again
     *_precisions("generic", all=()),
     *_precisions("cuda", all=(), **_PRECISE),
 )
@@ -150,9 +149,9 @@ def read_settings() -> Settings:
 
 
 def write_settings(wanted: Settings, restore: list[Callable[[], object]]) -> None:
-    """Puts settings in force, writing only those that differ from the present ones.
+    """Writes the settings that differ from the present ones.
 
-    What writes again what was set before is added to `restore`, to be called last first.
+    Functions that restore the present values are added to `restore`, to be called last first.
     """
     for setting, value in zip(TABLE, wanted, strict=False):
         if setting.read() != value:
@@ -161,7 +160,7 @@ def write_settings(wanted: Settings, restore: list[Callable[[], object]]) -> Non
 
 
 class HeededSettings:
-    """The settings, beside those of all kernels, that the kernels of an operator heed."""
+    """The settings that an operator's kernels heed beside those that all kernels heed."""
 
     __slots__ = ("on_cpu", "with_cuda")
 
@@ -169,19 +168,19 @@ class HeededSettings:
         self.on_cpu, self.with_cuda = _readers(name, _OF_CPU), _readers(name, TABLE)
 
     def are_in(self, settings: Settings) -> bool:
-        """Returns whether they are set now as in settings that were read before."""
+        """Returns whether their present values are those in settings that were read before."""
         is_with_cuda = uses_cuda()
         if is_with_cuda is not (len(settings) > len(_OF_CPU)):
             return False
         readers, values_in = self.with_cuda if is_with_cuda else self.on_cpu
-        found: bool = tuple(map(call, readers)) == values_in(settings)
-        return found
+        are_equal: bool = tuple(map(call, readers)) == values_in(settings)
+        return are_equal
 
 
 def _readers(name: str, table: tuple[Setting, ...]) -> tuple[list[Callable[[], Any]], Any]:
-    # two at least: whatever heeds one heeds deterministic mode and grad mode
-    places = [place for place, setting in enumerate(table) if _heeds(name, setting)]
-    return [table[place].read for place in places], itemgetter(*places)
+    # at least two, deterministic mode and grad mode: `itemgetter` returns a tuple
+    positions = [position for position, setting in enumerate(table) if _heeds(name, setting)]
+    return [table[position].read for position in positions], itemgetter(*positions)
 
 
 def _heeds(name: str, setting: Setting) -> bool:
@@ -189,5 +188,5 @@ def _heeds(name: str, setting: Setting) -> bool:
 
 
 def heeded_by(name: str) -> HeededSettings | None:
-    """Returns the settings that an operator's kernels heed; None where these are all kernels'."""
+    """Returns the settings that an operator's kernels heed; None if only those of all kernels."""
     return HeededSettings(name) if any(_heeds(name, setting) for setting in TABLE) else None

@@ -1,4 +1,4 @@
-"""The kernels whose forward does not repeat its own bits: their results are kept, not replayed.
+"""Nondeterministic kernels, whose results are kept, not replayed.
 
 A replay calls a kernel again with the same arguments, and most return the same bits. These may not:
 
@@ -7,8 +7,8 @@ A replay calls a kernel again with the same arguments, and most return the same 
     write     several numbers for one element: the last thread wins
     tuning    an algorithm chosen by measuring: cuDNN's benchmark chooses anew on each thread
 
-On accelerators all of them are kept, on the CPU those that threads share. torch's deterministic
-mode has another kernel for some, which is replayed. Kept results cost memory and change no number.
+On accelerators all of them are kept, on the CPU those that run on several threads. torch's
+deterministic mode has another kernel for some, which is replayed. Kept results cost memory only.
 
 Sources: the documentation of `torch.use_deterministic_algorithms` lists most of them. `_CHOICES`
 are indices, small beside what they are taken from, whose ties no documentation settles. The scans
@@ -45,10 +45,10 @@ MASKS = (torch.bool, torch.uint8)
 
 
 class Nondeterminism(NamedTuple):
-    """When a kernel may return other bits for the same arguments.
+    """The conditions under which a kernel may return other bits for the same arguments.
 
     Attributes:
-        varies: whether it may for these arguments, on an accelerator.
+        varies: returns whether it may for given arguments, on an accelerator.
         is_avoidable: whether its results are recomputed in deterministic mode: torch then has
             another kernel, or none of the sources says that this one may differ there.
         varies_on_cpu: as `varies`, on the CPU; None if it never does there.
@@ -67,13 +67,13 @@ class Nondeterminism(NamedTuple):
 
 
 def _is_deterministic() -> bool:
-    """Returns whether torch raises for a kernel that is not; by warnings it calls that kernel."""
+    """Returns whether torch raises for nondeterministic kernels; if it warns, it calls them."""
     is_lenient = torch.is_deterministic_algorithms_warn_only_enabled()
     return torch.are_deterministic_algorithms_enabled() and not is_lenient
 
 
 def _is_on_cpu(args: Args, kwargs: Kwargs) -> bool:
-    """Returns whether all tensors are on the CPU, or on the meta device, which stands for it."""
+    """Returns whether all tensors are on the CPU, or on the meta device, which counts as CPU."""
     parts = (value if type(value) in (list, tuple) else (value,) for value in args)
     tensors = itertools.chain(kwargs.values(), *parts)
     return all(t.device.type in ("cpu", "meta") for t in tensors if isinstance(t, Tensor))
@@ -114,7 +114,7 @@ def _multiplies_floats(args: Args, kwargs: Kwargs) -> bool:
 
 def _is_tuned_or_transposed(args: Args, kwargs: Kwargs) -> bool:
     if torch.backends.cudnn.benchmark:
-        _tell_of_benchmark()
+        _warn_of_benchmark()
         return True
     wide = args[0].dtype in (torch.float32, torch.float64)
     return wide and bool(args[6]) and not _are_convolutions_deterministic()
@@ -129,8 +129,8 @@ def _are_convolutions_deterministic() -> bool:
 
 
 @functools.cache
-def _tell_of_benchmark() -> None:
-    """Says once that a setting has convolutions kept."""
+def _warn_of_benchmark() -> None:
+    """Warns once that convolutions are kept because of a setting."""
     _log.warning(
         "torch.backends.cudnn.benchmark is on: cuDNN chooses algorithms on each thread, so that a "
         "convolution that the backward recomputes may have other bits. The results of convolutions "
@@ -139,33 +139,33 @@ def _tell_of_benchmark() -> None:
 
 
 def _puts(args: Args, kwargs: Kwargs) -> bool:
-    """By indices that may name an element twice, other numbers or a sum of floats."""
+    """Writes several numbers, or sums floats, by indices that may name an element twice."""
     _, indices, values = args[:3]
     if _argument(args, 3, default=False):
         return _adds_floats(args, {})
-    given = [index for index in indices if index is not None]
-    return values.numel() > 1 and not all(index.dtype in MASKS for index in given)
+    index_tensors = [index for index in indices if index is not None]
+    return values.numel() > 1 and not all(index.dtype in MASKS for index in index_tensors)
 
 
 def _puts_on_cpu(args: Args, kwargs: Kwargs) -> bool:
-    # other sums than those of float32 are serial there
+    # on the CPU only sums of float32 are parallel
     is_sum = _argument(args, 3, default=False)
     if not _puts(args, kwargs) or (is_sum and args[0].dtype is not torch.float32):
         return False
-    given = [index for index in args[1] if index is not None]
-    shapes = (index.shape for index in given)
+    index_tensors = [index for index in args[1] if index is not None]
+    shapes = (index.shape for index in index_tensors)
     chosen = math.prod(torch.broadcast_shapes(*shapes))
     rest = args[0].numel() // max(math.prod(args[0].shape[: len(args[1])]), 1)
     return _is_shared(max(chosen * rest, args[2].numel()))
 
 
 def _is_shared(count: int) -> bool:
-    """Returns whether the CPU's threads share a kernel of so many numbers."""
+    """Returns whether the CPU runs a kernel for so many numbers on several threads."""
     return count >= GRAIN and torch.get_num_threads() > 1
 
 
 def _puts_flat(args: Args, kwargs: Kwargs) -> bool:
-    """Numbers at places of the whole tensor."""
+    """Writes or sums numbers by indices into the flattened tensor."""
     is_sum = bool(_argument(args, 3, default=False))
     return _adds_floats(args, {}) if is_sum else args[2].numel() > 1
 
@@ -179,7 +179,7 @@ def _copies_on_cpu(args: Args, kwargs: Kwargs) -> bool:
 
 
 def _is_expanded(args: Args, kwargs: Kwargs) -> bool:
-    """Several elements lie in one place, where the kernel sorts them."""
+    """Several elements share an address, where the kernel sorts them."""
     return any(
         step == 0 and size > 1 for step, size in zip(args[0].stride(), args[0].shape, strict=True)
     )
@@ -250,14 +250,16 @@ _GRADIENTS = {
         "_ps_roi_pool_backward", "_deform_conv2d_backward")},
 }  # fmt: skip
 TABLE: dict[str, Nondeterminism] = {**_SUMS, **_WRITES, **_CHOICES, **_GRADIENTS}
-# of what torch itself marks so
+# the tag by which torch marks such operators itself
 _TAG = getattr(torch.Tag, "nondeterministic_bitwise", None)
 
 
 def nondeterminism_of(operator: Operator) -> Nondeterminism | None:
-    """Returns when an operator's kernel may not repeat its bits; None if it always does."""
+    """Returns when an operator's kernel may return other bits; None if it never does."""
     name = operator._schema.name
-    found = TABLE.get(operator.name()) or TABLE.get(name) or TABLE.get(name.removesuffix("_"))
-    if found is None and _TAG in operator.tags:
+    nondeterminism = (
+        TABLE.get(operator.name()) or TABLE.get(name) or TABLE.get(name.removesuffix("_"))
+    )
+    if nondeterminism is None and _TAG in operator.tags:
         return Nondeterminism(_always, is_avoidable=False)
-    return found
+    return nondeterminism

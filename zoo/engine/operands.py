@@ -1,14 +1,14 @@
-"""What stands for a tensor among the arguments of a recorded kernel until a replay resolves it.
+"""Placeholders for tensors among the arguments of a recorded kernel; a replay resolves them.
 
 Value             a storage as a recorded kernel left it, in the geometry of the tensor that it made
 View              another tensor of a value
-External          a tensor that no recorded kernel made, held as it is or as a copy
-SparseExternal    one of these that consists of others: indices and values
+External          a tensor that no recorded kernel made: itself, or a copy
+SparseExternal    an external sparse tensor: indices and values are External
 Write             an argument that the kernel writes
 ScratchArgument   memory that a kernel writes and no other reads
 ListArgument      a list with references in it
 
-A tensor that was written after it was saved is noticed by its version, or else by a fingerprint
+Writes after a tensor was saved are detected by its version, or else by a fingerprint
 (`unseen_writes`).
 """
 
@@ -49,10 +49,10 @@ UNSEEN = (
 
 
 class SavedValue(Protocol):
-    """A saved tensor that a replay makes (`segments.Handle`), as writes to its memory see it."""
+    """A saved tensor that a replay makes (`segments.Handle`); told of writes to its memory."""
 
     def keep_if_replaced(self, tensor: Tensor) -> None:
-        """Keeps the tensor after all if it is this one, which has been given other memory."""
+        """Keeps the tensor if it is this one, whose memory the program has replaced."""
 
     def before_write(self) -> None:
         """Called before a recorded kernel writes the storage of the tensor."""
@@ -63,10 +63,10 @@ class SavedValue(Protocol):
 
 @dataclass(slots=True)
 class SeparateVersion:
-    """A tensor that shares a storage with others and no version, and its version as it was left."""
+    """A tensor that shares a storage but no version counter, and its version after a kernel."""
 
     tensor: weakref.ref[Tensor]
-    counter: int | None
+    version: int | None
 
 
 class Value:
@@ -74,49 +74,49 @@ class Value:
 
     # in slots and all set, since a default of a class takes long to read
     __slots__ = (
-        "__weakref__", "after", "base", "before", "blank", "counter", "home", "is_empty", "made_at",
-        "readers", "replayed", "saved", "separate", "shared", "trains",
+        "__weakref__", "after", "base", "before", "blank", "home", "is_empty", "made_at", "readers",
+        "replayed", "requires_grad", "saved", "separate", "shared", "version",
     )  # fmt: skip
 
     def __init__(
-        self, kernel: int, storage: UntypedStorage, tensor: Tensor, counter: int | None
+        self, kernel: int, storage: UntypedStorage, tensor: Tensor, version: int | None
     ) -> None:
-        self.made_at = kernel  # the index of the recorded kernel
+        self.made_at = kernel  # the index of the recorded kernel that left it
         self.home: Callable[[], UntypedStorage | None] = weakref.ref(storage)
-        # the tensor that the kernel left, and its version
+        # the tensor that the kernel made or wrote, and its version
         self.base: Callable[[], Tensor | None] = weakref.ref(tensor)
-        self.counter = counter
-        # bytes of memory that is made to be written, and may be by code that no mode sees
+        self.version = version
+        # sample of memory that is allocated to be written, perhaps by code that no mode sees
         self.blank: bytes | None = None
         self.is_empty = False  # no kernel wrote it yet
         self.after: Value | None = None  # the next version of the storage, and the one before
         self.before: Callable[[], Value | None] | None = None
-        self.saved: Sequence[Callable[[], SavedValue | None]] = ()  # to be told when it is written
-        self.readers: Sequence[External] = ()  # parts of sparse tensors, to have a copy before that
-        # by the ids of tensors that share the storage and no version
+        self.saved: Sequence[Callable[[], SavedValue | None]] = ()  # told before it is written
+        self.readers: Sequence[External] = ()  # parts of sparse tensors, copied before a write
+        # tensors that share the storage but no version counter, by id
         self.separate: dict[int, SeparateVersion] | None = None
-        # tensors that have the memory and not the base, which they may outlive
+        # tensors other than the base in this memory, which may outlive it
         self.shared: SharedMemory | None = None
-        self.trains: bool | None = None  # whether it requires a gradient; some kernels do more then
-        self.replayed: Tensor | None = None  # the tensor again, in a replay
+        self.requires_grad: bool | None = None  # some kernels save more for a gradient
+        self.replayed: Tensor | None = None  # its tensor in a replay
 
     @property
     def value(self) -> "Value":
-        """The value that this refers to."""
+        """The value itself, as `View.value`."""
         return self
 
     def handles(self) -> list[SavedValue]:
-        """Returns the saved tensors that a backward may still open."""
+        """Returns the saved tensors that a backward may still unpack."""
         return alive(self.saved)
 
     def separate_version(self, tensor: Tensor, version: int) -> None:
-        """Notes the version of a tensor that shares the storage and no version."""
+        """Notes the version of a tensor that shares the storage but no version counter."""
         if self.separate is None:
             self.separate = {}
         self.separate[id(tensor)] = SeparateVersion(weakref.ref(tensor), version)
 
     def holder(self, tensor: Tensor) -> "Value | SeparateVersion":
-        """Returns what holds the version of a tensor in the storage."""
+        """Returns the object that holds the version of a tensor in the storage."""
         if self.separate is not None:
             for base in (tensor, tensor._base):
                 separate = self.separate.get(id(base))
@@ -126,67 +126,67 @@ class Value:
 
     def has_version(self, tensor: Tensor) -> bool:
         """Returns whether a tensor has the version with which recorded kernels left its storage."""
-        holder, counter = self.holder(tensor), version_of(tensor)
-        if holder.counter is None:
-            holder.counter = counter
-        if holder.counter == counter:
+        holder, version = self.holder(tensor), version_of(tensor)
+        if holder.version is None:
+            holder.version = version
+        if holder.version == version:
             return True
         whole = self.base()
-        if counter or holder is not self or whole is None or version_of(whole) != self.counter:
+        if version or holder is not self or whole is None or version_of(whole) != self.version:
             return False
-        # by `Tensor.data` or `detach`, and not written since
-        self.separate_version(tensor, counter)
+        # made by `Tensor.data` or `detach`, and not written since
+        self.separate_version(tensor, version)
         return True
 
     def is_untouched(self, storage: UntypedStorage) -> bool:
-        """Returns whether memory that is made to be written is as recorded kernels left it."""
+        """Returns whether memory has the content that recorded kernels left, as far as sampled."""
         if self.is_empty:
             return False
         return self.blank is None or (self.blank != b"" and self.blank == sample(storage))
 
     def refer(self, tensor: Tensor) -> "Reference | None":
-        """Returns the reference of a tensor of this value; None for one that is not plain."""
+        """Returns a reference to a tensor of this value; None for one that is not plain."""
         if self.base() is tensor:
-            trains = tensor.requires_grad
-            if self.trains is None:
-                self.trains = trains
-            if self.trains is trains:
+            requires_grad = tensor.requires_grad
+            if self.requires_grad is None:
+                self.requires_grad = requires_grad
+            if self.requires_grad is requires_grad:
                 return self
         if not is_plain(tensor):
             return None
-        if self.shared is not None or (self.trains is None and self.base() is None):
+        if self.shared is not None or (self.requires_grad is None and self.base() is None):
             self.share(tensor)
         view = View(tensor)
-        view.value, view.trains = self.value, tensor.requires_grad
+        view.value, view.requires_grad = self.value, tensor.requires_grad
         return view
 
     def share(self, tensor: Tensor | None) -> None:
-        """Notes a tensor that has the memory, and may outlive the one that the kernel left.
+        """Notes another tensor of the memory, which may outlive the base.
 
-        None for one that is about to be made by `detach`, as long as there is the other to tell
-        where in the memory the value lies. A value that nothing read yet may lie anywhere.
+        None stands for one that `detach` is about to make: the base tells where in the memory the
+        value lies while it exists. A value that nothing has read yet may lie anywhere.
         """
         base = self.base()
-        source = tensor if base is None and self.trains is None else base
+        source = tensor if base is None and self.requires_grad is None else base
         if self.shared is None and source is not None:
             self.shared = SharedMemory(Geometry(source))
         if self.shared is not None and tensor is not None:
             self.shared.add(tensor if tensor._base is None else tensor._base)
 
     def take(self, tensor: Tensor) -> None:
-        """Makes a replay read this tensor for the value."""
-        if tensor.requires_grad is not self.trains:
-            tensor.requires_grad_(bool(self.trains))
+        """Sets the tensor that a replay reads for the value."""
+        if tensor.requires_grad is not self.requires_grad:
+            tensor.requires_grad_(bool(self.requires_grad))
         self.replayed = tensor
 
     def resolve(self) -> Tensor:
-        """Returns the tensor in a replay that has made it."""
+        """Returns the replayed tensor."""
         assert self.replayed is not None, "a replay makes what a kernel reads before the kernel"
         return self.replayed
 
 
 class SharedMemory:
-    """Where in its storage a value lies, and tensors that have the storage."""
+    """Where in its storage a value lies, and other tensors of the storage."""
 
     __slots__ = ("geometry", "references")
 
@@ -195,44 +195,44 @@ class SharedMemory:
         self.references: list[weakref.ref[Tensor]] = []
 
     def add(self, tensor: Tensor) -> None:
-        """Notes a tensor, and forgets those that are gone."""
+        """Notes a tensor, and forgets freed ones."""
         living = alive(self.references)
-        if all(tensor is not one for one in living):
-            self.references = [weakref.ref(one) for one in (*living, tensor)]
+        if all(tensor is not other for other in living):
+            self.references = [weakref.ref(other) for other in (*living, tensor)]
 
 
 class ReplayedCopy(Value):
-    """Memory in which a replay inside of the recorded forward has made a value once more.
+    """Memory in which a replay inside of the recorded forward has recomputed a value.
 
-    What reads it reads the value, so that nothing recorded holds it. Once written it is external.
+    A read of it is recorded as a read of the value. Once written it is external.
     """
 
     __slots__ = ("source",)
 
     def __init__(self, source: Value, storage: UntypedStorage, tensor: Tensor) -> None:
         super().__init__(source.made_at, storage, tensor, tensor._version)
-        # another geometry than that of the value
+        # its geometry may differ from the value's
         self.base = gone
         self.source = source
 
     @property
     def value(self) -> Value:
-        """The value that was made once more."""
+        """The value that was recomputed."""
         return self.source
 
     def share(self, tensor: Tensor | None) -> None:
-        """Notes nothing: it is gone when the backward is that it was made for."""
+        """Notes nothing: it is freed with the backward that it was recomputed for."""
 
 
 class View(Geometry):
-    """A tensor of a recorded value that lies elsewhere in its storage."""
+    """Another tensor of a recorded value: a geometry in its storage."""
 
-    __slots__ = ("trains", "value")
+    __slots__ = ("requires_grad", "value")
     value: Value
-    trains: bool
+    requires_grad: bool
 
     def make_room(self) -> None:
-        """Gives the storage in a replay the size that a kernel gave it in the forward."""
+        """Enlarges the storage in a replay as the forward did (`resize_`)."""
         storage = self.value.resolve().untyped_storage()
         steps = zip(self.sizes, self.strides, strict=True)
         last = self.offset + sum((size - 1) * stride for size, stride in steps)
@@ -241,18 +241,18 @@ class View(Geometry):
             storage.resize_(int(needed))
 
     def resolve(self) -> Tensor:
-        """Returns the tensor in a replay that has made its value."""
-        made = self.value.replayed
-        assert made is not None, "a replay makes what a kernel reads before the kernel"
-        # a view of what requires a gradient would require one, too
-        if made.requires_grad and not self.trains:
-            made = detached(made)
-        view = self.on(made)
-        return view.requires_grad_() if self.trains else view
+        """Returns the view of the replayed value."""
+        base = self.value.replayed
+        assert base is not None, "a replay makes what a kernel reads before the kernel"
+        # a view of a tensor that requires a gradient would require one, too
+        if base.requires_grad and not self.requires_grad:
+            base = detached(base)
+        view = self.on(base)
+        return view.requires_grad_() if self.requires_grad else view
 
 
 class External:
-    """An external tensor as it is, with the check that autograd makes in the baseline, too."""
+    """An external tensor, with autograd's check of its version, or a copy of it."""
 
     __slots__ = (
         "__weakref__", "copy", "earlier", "geometry", "has_history", "home", "is_read", "is_result",
@@ -269,20 +269,20 @@ class External:
         self.home = home  # returns its storage, if it has one
         self.earlier = earlier  # while the recording is open another tensor of the storage
         self.version = version_of(tensor)
-        # the tensor of the program, once this has one of its own
+        # the tensor of the program, once `tensor` is a detached one
         self.original: Callable[[], Tensor | None] | None = None
-        # how operations of autograd's saved it: as an argument with a history, or as their result
+        # whether autograd saved it as an argument with a history, and as a result
         self.has_history = self.is_result = False
         self.is_read = False  # whether a kernel has read it
-        # bytes of it as it was read, which `Tensor.data` and NumPy may write and count no version
+        # sample of it when read: writes by `Tensor.data` and NumPy count no version
         self.sample: bytes | None = None
-        # its storage before a kernel wrote it, and where it lay there
+        # a copy of its storage from before a write, and where it lay there
         self.copy: UntypedStorage | None = None
         self.geometry: Geometry | None = None
-        # while the recording is open the memory that a kernel read
+        # while the recording is open, the memory that a kernel read
         self.memory: Tensor | None = None
-        self.parts: Sequence[External] = ()  # what a sparse one consists of
-        # what it is a part of, as `counted` has it
+        self.parts: Sequence[External] = ()  # of a sparse tensor
+        # the check of the wrapper that it is a part of (`version_check_of`)
         self.wrapper: tuple[Tensor, int] | None = None if earlier is None else earlier.wrapper
 
     @property
@@ -291,7 +291,7 @@ class External:
         return any(part.geometry is not None for part in self.parts)
 
     def is_as_read(self) -> bool:
-        """Returns whether its memory has the bytes that it had when read, if they are known."""
+        """Returns whether its memory has the content that it had when read, as far as sampled."""
         return self.sample is None or self.sample == bytes_of(self.tensor)
 
     def hold(self, copy: UntypedStorage) -> None:
@@ -299,26 +299,26 @@ class External:
         self.copy, self.geometry = copy, Geometry(self.tensor)
 
     def look_for_other_memory(self) -> None:
-        """Makes a replay read the memory of the forward where the tensor has other memory since."""
+        """Makes a replay read the forward's memory if the tensor has other memory since."""
         if self.memory is not None:
             storage = self.memory.untyped_storage()
             if self.tensor.untyped_storage() is not storage and is_plain(self.memory):
                 self.copy, self.geometry, self.memory = storage, Geometry(self.memory), None
 
     def detach_graph(self, detach: Callable[[Tensor], Tensor]) -> None:
-        """Lets go of the tensor of the program, and keeps one of the same memory and version.
+        """Replaces the program's tensor with a detached one of the same memory and version.
 
-        The graph may hold this, and the program may write into its tensor what the graph makes, or
-        give it hooks and attributes that hold a result. That would be a cycle through autograd's
-        nodes, where Python's garbage collector sees nothing.
+        The graph may hold this, and the program may write a result of the graph into its tensor,
+        or set a hook or attribute that holds one: a cycle through autograd nodes, which Python's
+        garbage collector cannot see.
         """
         if self.original is not None:
             return
         self.look_for_other_memory()
-        self.memory, tensor, trains = None, self.tensor, self.tensor.requires_grad
-        is_given_gradient = trains and tensor._base is None and tensor.is_leaf
+        self.memory, tensor, requires_grad = None, self.tensor, self.tensor.requires_grad
+        is_given_gradient = requires_grad and tensor._base is None and tensor.is_leaf
         self.original, self.tensor = weakref.ref(tensor), detach(tensor)
-        if trains:
+        if requires_grad:
             self.tensor.requires_grad_()
         del tensor
         original = self.original()
@@ -326,15 +326,15 @@ class External:
             # this was its last holder
             self.original = gone
         elif self.home is not gone and not is_given_gradient:
-            # what is given a gradient autograd has, so that it does not go before the graph
+            # autograd holds a leaf that gets a gradient as long as the graph
             self.original = original_of(original, original.untyped_storage())
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Returns whether this stands for a tensor."""
+        """Returns whether this stands for the tensor."""
         return self.tensor is tensor or (self.original is not None and self.original() is tensor)
 
     def unpack(self) -> Tensor:
-        """Returns the tensor, which autograd saved.
+        """Returns the tensor that autograd saved.
 
         Raises:
             RecomputeError: it was changed or detached in place since, or other memory that it was
@@ -347,7 +347,7 @@ class External:
         if self.has_history:
             check_history(present)
         storage = tensor.untyped_storage()
-        # of its results autograd has the memory, of its arguments the very tensors
+        # autograd holds the memory of its results, and its arguments themselves
         if self.is_result:
             is_lost = self.home() is not storage
         elif present is None:
@@ -396,7 +396,7 @@ class External:
 
 
 def external_of(tensor: Tensor) -> External:
-    """Returns what stands for a tensor as it is."""
+    """Returns a placeholder for a tensor as it is."""
     storage = storage_of(tensor)
     return External(tensor, gone if storage is None else weakref.ref(storage))
 
@@ -404,14 +404,14 @@ def external_of(tensor: Tensor) -> External:
 class SparseExternal(External):
     """An external sparse tensor.
 
-    It shares memory with the tensors that it was made of, whose writes its version does not count.
+    It shares memory with its indices and values, and its version does not count writes to them.
     """
 
     def __init__(self, tensor: Tensor, parts: list[External]) -> None:
         super().__init__(tensor)
         self.parts = parts
         self.samples = [sample(part.tensor.untyped_storage()) for part in parts]
-        # an operator, which is the program's only where the program asks
+        # an operator, which is not to be recorded as the program's
         with DisableTorchDispatch():
             self.is_coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
 
@@ -437,7 +437,7 @@ class SparseExternal(External):
 
 
 class ScratchArgument:
-    """Memory that a kernel writes and no other reads."""
+    """Memory that a kernel writes and no other kernel reads."""
 
     __slots__ = ("device", "dtype", "size")
 
@@ -445,7 +445,7 @@ class ScratchArgument:
         self.size, self.dtype, self.device = tensor.size(), tensor.dtype, tensor.device
 
     def resolve(self) -> Tensor:
-        """Returns such memory."""
+        """Returns zeros for the kernel to overwrite."""
         return torch.zeros(self.size, dtype=self.dtype, device=self.device)
 
 
@@ -455,7 +455,7 @@ class ListArgument(NamedTuple):
     parts: list[PyTree]
 
     def resolve(self) -> list[PyTree]:
-        """Returns the list in a replay that has made what it refers to."""
+        """Returns the list with its references resolved."""
         return [part.resolve() if type(part) in REFERENCES else part for part in self.parts]
 
 
@@ -464,15 +464,15 @@ class Write:
     """An argument that a kernel writes, and its next version; None for an external one."""
 
     target: "Reference | External"
-    scratch: Tensor | None  # while the kernel runs the tensor, in a replay what is in its place
+    scratch: Tensor | None  # the tensor while the kernel runs; in a replay, scratch memory
     after: Value | None = None
 
     def resolve(self) -> Tensor | None:
-        """Returns what a replay has the kernel write."""
+        """Returns the scratch memory that the kernel writes in a replay."""
         return self.scratch
 
 
-# what stands for a tensor that a recorded kernel made
+# a placeholder for a tensor that a recorded kernel made
 Reference = Value | View
-# all that makes an argument in a replay; asked for each, a set of types is faster than isinstance
+# placeholders that a replay resolves; a set, since `type(x) in set` is faster than isinstance
 REFERENCES = {Value, View, External, SparseExternal, Write, ScratchArgument, ListArgument}

@@ -1,12 +1,12 @@
-"""Which memory from outside is yet to be read in a backward: by replays, and as saved tensors.
+"""Whether a running backward is yet to read a weight: by a replay, or as a saved tensor.
 
 An optimizer that steps inside of the backward asks before it writes a weight. Most weights are read
-for the last time by the operation that makes their gradient. Others are not: a pass without
-gradients over the same weights, whose replay comes later; a detached copy that shares the memory; a
-weight that was frozen for a part of the forward.
+for the last time by the operation that makes their gradient. Others are read later: by the replay
+of a pass without gradients, through a detached tensor that shares the memory, or after the weight
+was frozen for a part of the forward.
 
-    replays         what the segments schedule for handles that have no tensor yet
-    saved tensors   what is packed for them, and more holders of the weight or its storage than
+    replays         external tensors in the schedules of handles that have no tensor yet
+    saved tensors   packed external tensors, and more holders of the weight or its storage than
                     there are outside of a forward; recordings do not count
 """
 
@@ -28,7 +28,7 @@ from zoo.engine.tensor_state import alive, has_own_storage, storage_of
 
 
 class Holders(NamedTuple):
-    """How many hold a tensor and its storage, views and detached tensors among them."""
+    """How many references a tensor and its storage have, those of views and detached ones too."""
 
     storage: int | None  # its id
     of_tensor: int
@@ -46,21 +46,21 @@ def holders_of(tensor: Tensor) -> Holders | None:
 
 
 def fewest(before: Holders | None, now: Holders | None) -> Holders | None:
-    """Returns what stays of two counts: the fewest holders of the same storage."""
+    """Returns the smaller of two counts of the same storage, else the present count."""
     if before is None or now is None or before.storage != now.storage:
         return now
     return Holders(now.storage, *map(min, before[1:], now[1:]))
 
 
-# what has no other holders: the tensor by itself, its storage by the tensor and by Python
+# counts without other holders: the tensor by itself, its storage by the tensor and by Python
 ALONE = (1, 2)
 
 
-class _Held:
-    """A tensor from outside that autograd may hold, and how often kernels of a recording do."""
+class _ExternalUse:
+    """An external tensor, and how many kernels of a recording use it."""
 
-    def __init__(self, found: External, recording: Recording | None) -> None:
-        self.outside = weakref.ref(found)
+    def __init__(self, external: External, recording: Recording | None) -> None:
+        self.external = weakref.ref(external)
         self.recording = None if recording is None else weakref.ref(recording)
         self.times = 0
 
@@ -69,66 +69,66 @@ class _Held:
         """Whether autograd holds it."""
         is_recorded = self.recording is not None and self.recording() is not None
         kernels = self.times if is_recorded else 0
-        return _references(self.outside) > kernels + UNHELD
+        return _references(self.external) > kernels + UNHELD
 
 
-def _references(found: "weakref.ref[External]") -> int:
-    """Returns how many references there are; `UNHELD` or fewer where it has no holder."""
-    outside = found()
-    return 0 if outside is None else sys.getrefcount(outside)
+def _references(reference: "weakref.ref[External]") -> int:
+    """Returns the number of references to an external tensor; up to `UNHELD` without holders."""
+    external = reference()
+    return 0 if external is None else sys.getrefcount(external)
 
 
-class _Counted:
-    """Stands for a tensor from outside that one variable holds."""
+class _ReferenceProbe:
+    """Stands for an external tensor that one variable holds."""
 
 
-_counted = _Counted()
+_probe = _ReferenceProbe()
 # references that counting them makes
-UNHELD = _references(weakref.ref(_counted)) - 1  # type: ignore[arg-type]
+UNHELD = _references(weakref.ref(_probe)) - 1  # type: ignore[arg-type]
 
 
 def note_saved(tensor: Tensor) -> None:
-    """Notes what stands for a tensor among saved tensors from now on."""
+    """Begins to note the packed external tensors of a tensor that autograd saves."""
     if id(tensor) not in SAVED:
         SAVED[id(tensor)] = []
         weakref.finalize(tensor, SAVED.pop, id(tensor), None).atexit = False
 
 
 def forget_saved(tensor: Tensor) -> None:
-    """Ends what `note_saved` has begun."""
+    """Ends what `note_saved` began."""
     SAVED.pop(id(tensor), None)
 
 
 class PendingReads:
-    """The reads that are left when this is made, and of these those that are left when asked."""
+    """The reads of external tensors that a backward has left; made when it begins."""
 
     def __init__(self) -> None:
-        self._held: dict[int, dict[int, _Held]] = {}
+        self._uses: dict[int, dict[int, _ExternalUse]] = {}
         self._readers: dict[int, list[weakref.ref[Segment]]] = {}
         for segment in alive([*SEGMENTS]):
-            self._note_held(segment.recording)
+            self._note_externals(segment.recording)
             for part in _segments(segment):
                 self._note_reads(segment, part)
-        for noted in [*SAVED.values()]:
-            noted[:] = [reference for reference in noted if reference() is not None]
-            for found in alive(noted):
-                self._note(found, None)
+        for saved in [*SAVED.values()]:
+            saved[:] = [reference for reference in saved if reference() is not None]
+            for external in alive(saved):
+                self._note(external, None)
         self._wholes = whole_storages()
 
-    def _note_held(self, recording: Recording) -> None:
+    def _note_externals(self, recording: Recording) -> None:
         for kernel in recording.kernels:
             for external in kernel.externals():
                 self._note(external, recording).times += 1
 
-    def _note(self, found: External, recording: Recording | None) -> _Held:
-        held = self._held.setdefault(id(storage_of(found.tensor)), {})
-        return held.setdefault(id(found), _Held(found, recording))
+    def _note(self, external: External, recording: Recording | None) -> _ExternalUse:
+        uses = self._uses.setdefault(id(storage_of(external.tensor)), {})
+        return uses.setdefault(id(external), _ExternalUse(external, recording))
 
     def _note_reads(self, outermost: Segment, segment: Segment) -> None:
         waiting = waiting_in(segment)
         if not waiting:
             return
-        # more than it will replay, where a replay of the segment around it has made a part
+        # more than will be replayed if a replay of the segment around it has made a part
         scheduled = schedule(outermost.backwards(), goals_of(waiting), ())
         arguments = (external for kernel, _ in scheduled for external in kernel.externals())
         reader = weakref.ref(segment)
@@ -136,26 +136,26 @@ class PendingReads:
             self._readers.setdefault(storage, []).append(reader)
 
     def are_left(self, tensor: Tensor, before: Holders | None) -> bool:
-        """Returns whether something is yet to read a tensor whose gradient is complete.
+        """Returns whether the backward is yet to read a tensor whose gradient is complete.
 
-        `before` are the holders that it has outside of a forward.
+        `before` are its holders outside of a forward.
         """
         storage = self._wholes.get(id(tensor)) or storage_of(tensor)
         segments = (reader() for reader in self._readers.get(id(storage), ()))
         if any(segment is not None and waiting_in(segment) for segment in segments):
             return True
-        held = [*self._held.get(id(storage), {}).values()]
-        return any(one.is_saved for one in held) or self._is_held(tensor, before, held)
+        uses = [*self._uses.get(id(storage), {}).values()]
+        return any(use.is_saved for use in uses) or self._is_held(tensor, before, uses)
 
-    def _is_held(self, tensor: Tensor, before: Holders | None, held: list[_Held]) -> bool:
+    def _is_held(self, tensor: Tensor, before: Holders | None, uses: list[_ExternalUse]) -> bool:
         now = holders_of(tensor)
         if now is None:
             return False
         is_known = before is not None and before.storage == now.storage
         of_tensor, of_storage = before[1:] if before is not None and is_known else ALONE
-        tensors = (found.tensor for one in held if (found := one.outside()) is not None)
-        views = len({id(found) for found in tensors if found is not tensor})
-        # the accumulation of its gradient is one more
+        tensors = (external.tensor for external in alive([use.external for use in uses]))
+        views = len({id(view) for view in tensors if view is not tensor})
+        # the accumulation of its gradient is one more holder
         return now.of_tensor > of_tensor + 1 or now.of_storage > of_storage + views
 
 

@@ -2,8 +2,9 @@
 
 A segment is a range of a forward whose saved tensors are not kept. Its kernels are recorded below
 autograd (`recording`) and replayed in the backward (`replay`) when the first of its saved tensors
-is asked for (`saved_tensors`). The function itself runs once, as it is written: whatever it reads,
-writes, counts, prints or draws happens once, as in the baseline.
+is unpacked (`saved_tensors`). The function itself runs once, as it is written: whatever it reads,
+writes, counts, prints or draws happens once, as in the baseline. Here a block is one segment;
+`kernel_segments` opens and closes those of a plan.
 
     forward   segment( a b c )          kernels of a, b, c recorded; handles for saved tensors
     backward  opens a handle of c   ->  a b c are replayed as far as the handles need, which all
@@ -50,9 +51,9 @@ HOOKS = saved_tensors_hooks(pack, unpack)
 
 
 def _pause_hooks() -> None:
-    """Takes zoo's hooks off where a program is about to disable all: what follows is kept.
+    """Removes zoo's hooks when a program is about to disable all: what follows is kept.
 
-    `torch.func.grad` and its like do so, and in the baseline nothing is in their way.
+    `torch.func.grad` and its like do so, and raise where hooks are active.
     """
     while (hooks := top_saved_tensors_hooks(False)) is not None and _is_of_zoo(hooks[0]):
         thread.paused = (*thread.paused, hooks)
@@ -60,14 +61,14 @@ def _pause_hooks() -> None:
 
 
 def _resume_hooks() -> None:
-    """Puts them back where the program enables hooks again."""
+    """Restores zoo's hooks when the program enables hooks again."""
     paused, thread.paused = thread.paused, ()
     for hooks in reversed(paused):
         saved_tensors_hooks(*hooks).__enter__()
 
 
 def _is_of_zoo(function: object) -> bool:
-    # or what logs a step around it
+    # or the hook of a step logger around it
     return function is pack or str(getattr(function, "__module__", "")).startswith("zoo.")
 
 
@@ -110,10 +111,9 @@ def _recompute_compiled(function: Callable[..., T], args: Args, kwargs: Kwargs) 
 
 
 class NeverRaised(Exception):
-    """Is never raised.
+    """Never raised: `torch.compile` compiles a frame with a `try` whole or not at all.
 
-    A frame with a `try` is compiled whole or not at all. Otherwise a segment that cannot be
-    compiled would run by torch's checkpoint, which is not exact.
+    Otherwise a segment that cannot be compiled would run by torch's checkpoint, not exactly.
     """
 
 
@@ -121,8 +121,8 @@ def run_compiled_segment(function: Callable[..., T], *args: Any, **kwargs: Any) 
     """Calls a function as a segment of a graph, in a frame that is compiled whole.
 
     Raises:
-        RecomputeError: there is no graph; when it is compiled, for memory that the segment reads
-            and that the graph writes.
+        RecomputeError: torch did not compile it; while compiling, if the graph writes memory that
+            the segment reads.
     """
     compile_time()(check_graph_of)
     inner = functools.partial(_compiled_only, function)
@@ -139,12 +139,12 @@ def _compiled_only(function: Callable[..., T], *args: object, **kwargs: object) 
 
 
 def uncompiled(function: F) -> F:
-    """Returns a function that runs as it is where the compiler gave up the frame that calls it."""
+    """Returns a function that the compiler leaves alone, for a frame that it has given up."""
     return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
 class _Recorders(threading.local):
-    """The mode that records on this thread, of one segment after the other."""
+    """This thread's recorder, which records one segment after the other."""
 
     def __init__(self) -> None:
         self.mode = Recorder()
@@ -154,10 +154,10 @@ recorders = _Recorders()
 
 
 class segment:
-    """Replays what the block saves for the backward there, in place of keeping it.
+    """A block whose saved tensors are not kept but replayed in the backward.
 
-    A user's own hooks for saved tensors around the block get each tensor as in the baseline, and
-    keep what they return.
+    Inside of a user's own saved-tensor hooks there is no segment: they get each tensor as in the
+    baseline, and decide what is kept.
     """
 
     __slots__ = ("part",)
@@ -166,7 +166,7 @@ class segment:
         self.part: Segment | None = None
 
     def run(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
-        """Calls a function; whatever interrupts it, and where, the thread is left as it was."""
+        """Calls a function; restores the thread's state even after an interrupt."""
         try:
             with self:
                 return function(*args, **kwargs)
@@ -174,7 +174,7 @@ class segment:
             self._leave()
 
     def __enter__(self) -> None:
-        # where another plan is in force, that is the one
+        # a plan in force has segments of its own
         if not records() or thread.conductor is not None:
             return
         hooks = top_saved_tensors_hooks(False)
@@ -191,7 +191,7 @@ class segment:
         self._leave()
 
     def _leave(self) -> None:
-        """Ends the segment, unless it has ended: an interrupt may have cut the end short."""
+        """Ends the segment unless it has ended; `run` repeats an end that was interrupted."""
         part = self.part
         if part is None:
             return
@@ -207,22 +207,22 @@ class segment:
 
 
 def is_packing() -> bool:
-    """Returns whether what autograd saves on this thread is packed here."""
+    """Returns whether zoo's hooks are the ones that pack what autograd saves on this thread."""
     hooks = top_saved_tensors_hooks(False)
     return hooks is not None and _is_of_zoo(hooks[0])
 
 
 def leave_hooks() -> None:
-    """Takes off what packs saved tensors here, on or paused."""
+    """Removes zoo's saved-tensor hooks, active or paused."""
     thread.paused = ()
     if is_packing():
         HOOKS.__exit__()
 
 
 def records() -> bool:
-    """Returns whether a block that runs now saves something that can be replayed.
+    """Returns whether segments are recorded now.
 
-    Under torch.func, forward-mode derivatives and tracers a function just runs.
+    Without gradients and under torch.func, forward-mode derivatives and tracers they are not.
     """
     return (
         torch.is_grad_enabled()
@@ -235,7 +235,7 @@ def records() -> bool:
 
 @contextlib.contextmanager
 def observed(observer: Callable[[], object]) -> Iterator[None]:
-    """Notes inside the block where each kernel was called: `thread.origin` in its replay."""
+    """Calls `observer` for each kernel recorded in the block: the `thread.origin` of its replay."""
     earlier, thread.observer = thread.observer, observer
     try:
         yield

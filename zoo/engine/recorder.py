@@ -12,25 +12,25 @@ from zoo.engine.devices import draws_of
 from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.operands import External, ScratchArgument, Value
 from zoo.engine.operator_effects import (
-    KNOWN,
+    EFFECTS,
     Effects,
     Kernel,
     effects_of,
     notice_python_kernels,
     statistics_of,
-    tensors_in,
+    tensor_leaves,
     written_by,
 )
 from zoo.engine.recording import RecordedKernel, Recording
 from zoo.engine.segments import thread
-from zoo.engine.tensor_state import counted, has_own_storage, parts_of_wrapper, storage_of
-from zoo.engine.unseen_writes import fill, filled_empty, new_mark
+from zoo.engine.tensor_state import has_own_storage, parts_of_wrapper, storage_of, version_check_of
+from zoo.engine.unseen_writes import marked_empty, new_mark, write_mark
 
 
 class KernelMode(TorchDispatchMode):
-    """Sees each kernel, and higher-order operators too.
+    """A dispatch mode that also gets higher-order operators.
 
-    Where a kind of it says so, a compiled block inside stays compiled: it is one operator then.
+    A compiled block inside stays compiled, as one operator, if `keeps_compiled`.
     """
 
     supports_higher_order_operators = True
@@ -48,9 +48,9 @@ class KernelMode(TorchDispatchMode):
 
 
 class Recorder(KernelMode):
-    """Records the kernels of an outermost segment, and runs others as they are."""
+    """Records the kernels of an outermost segment; runs all others unrecorded."""
 
-    # what a compiled block saves is kept
+    # saved tensors of a compiled block are kept
     keeps_compiled = True
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Recorder(KernelMode):
             # its own dispatch takes it apart, and the parts come here again
             self._note_wrappers(args, kwargs)
             return NotImplemented
-        effects = KNOWN.get(id(func)) or effects_of(func)
+        effects = EFFECTS.get(id(func)) or effects_of(func)
         if kwargs is None:
             kwargs = {}
         recording = self.recording
@@ -97,14 +97,14 @@ class Recorder(KernelMode):
         return out
 
     def _note_wrappers(self, args: Args, kwargs: Kwargs | None) -> None:
-        """Makes replays refuse external parts of wrappers that were written since."""
+        """Makes a replay refuse external parts of a wrapper that was written in the meantime."""
         if self.recording is None or thread.replaying:
             return
-        for wrapper in tensors_in((args, kwargs)):
+        for wrapper in tensor_leaves((args, kwargs)):
             for part in parts_of_wrapper(wrapper):
                 external = self.recording.storages.refer(part)
                 if isinstance(external, External):
-                    external.wrapper = counted(wrapper)
+                    external.wrapper = version_check_of(wrapper)
 
     def before_write(self, tensor: Tensor) -> None:
         """Called before a kernel writes an external tensor."""
@@ -114,7 +114,7 @@ class Recorder(KernelMode):
     def _run(
         self, recording: Recording, func: Operator, effects: Effects, args: Args, kwargs: Kwargs
     ) -> PyTree:
-        """Runs what does more than to make its results."""
+        """Runs a kernel that may write, draw random numbers or be nondeterministic."""
         if effects.reshapes:
             self._before_reshape(recording, func, args[0])
             return func(*args, **kwargs)
@@ -129,9 +129,9 @@ class Recorder(KernelMode):
         if keeps or (effects.seeded and draws is None):
             return self._run_unrecorded(function, effects, written, args, kwargs)
         values = [recording.storages.target(tensor, effects) for tensor in written]
-        # all that it writes is external and is there
+        # all of its results are external tensors that exist already
         is_there = bool(written) and not effects.makes and not any(values)
-        # or it may read what it wrote, of which each argument has a copy in a replay
+        # or it may read what it wrote: in a replay each argument has a copy of its own
         if is_there or (None in values and _is_given_twice(written, values, args, kwargs)):
             return self._run_unrecorded(function, effects, written, args, kwargs)
         targets = [*zip(written, values, strict=True)]
@@ -153,7 +153,7 @@ class Recorder(KernelMode):
         return out
 
     def _before_reshape(self, recording: Recording, func: Operator, tensor: Tensor) -> None:
-        """Notes another geometry, or another storage, which counts as a version."""
+        """Notes that a tensor is about to get another geometry or storage: a new version."""
         if (value := recording.storages.value_of(tensor)) is not None:
             recording.storages.reshape(value, tensor)
         else:
@@ -164,7 +164,7 @@ class Recorder(KernelMode):
     def _run_unrecorded(
         self, function: Kernel, effects: Effects, external: list[Tensor], args: Args, kwargs: Kwargs
     ) -> PyTree:
-        """Runs a kernel that writes tensors which are external, at least from now on."""
+        """Runs a kernel unrecorded: the tensors that it writes are external from now on."""
         for tensor in external:
             self.before_write(tensor)
         out = function(*args, **kwargs)
@@ -187,15 +187,15 @@ class Recorder(KernelMode):
 def _run_empty(
     recording: Recording, func: Operator, effects: Effects, args: Args, kwargs: Kwargs
 ) -> PyTree:
-    """Runs what makes memory without content: its replay reads nothing, not even a model."""
+    """Runs an operator that allocates uninitialized memory; its replay reads no argument."""
     out = func._op(*args, **kwargs)
-    # a norm on the CPU reserves no bytes, which to record would cost more than to keep
+    # keeping the empty reserve of a norm on the CPU costs less than recording it
     if out.layout is torch.strided and (out.dtype is not torch.uint8 or out.numel()):
         mark = new_mark()
-        fill(out.untyped_storage(), mark)
+        write_mark(out.untyped_storage(), mark)
         settings = recording.settings_for(effects)
         layout = out.size(), out.stride(), mark
-        kernel = RecordedKernel(filled_empty, recording.count, settings, layout)
+        kernel = RecordedKernel(marked_empty, recording.count, settings, layout)
         kernel.kwargs = {"dtype": out.dtype, "device": out.device}
         recording.append(kernel, effects, out)
     return out
@@ -204,7 +204,7 @@ def _run_empty(
 def _is_given_twice(
     written: list[Tensor], values: Sequence[Value | None], args: Args, kwargs: Kwargs
 ) -> bool:
-    """Returns whether external memory that a kernel writes is also that of another argument."""
-    storages = Counter(id(storage_of(tensor)) for tensor in tensors_in((args, kwargs)))
+    """Returns whether a kernel writes external memory that another argument shares."""
+    storages = Counter(id(storage_of(tensor)) for tensor in tensor_leaves((args, kwargs)))
     external = (tensor for tensor, value in zip(written, values, strict=True) if value is None)
     return any(storages[id(storage_of(tensor))] > 1 for tensor in external)

@@ -2,8 +2,8 @@
 
 `torch.utils.checkpoint` recomputes a segment by running its Python again, which must then find
 everything as it was. Here the user's Python runs once. A dispatch mode below autograd (`recorder`)
-writes down each kernel, and each tensor that autograd saves becomes a handle (`segments`), a note
-of how to make it:
+records each kernel, and each tensor that autograd saves becomes a handle (`segments`), by which a
+replay makes it again:
 
     kernel        a RecordedKernel: the operator, its arguments, what it made and wrote
     storage       a value for each of its versions; a write makes the next one (`storages`)
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zoo._torch import Kwargs, PyTree
-from zoo.engine.devices import Draws, Kept, PackedState, RandomStream, indexed, is_same_state
+from zoo.engine.devices import Draws, PackedDraws, PackedState, RandomStream, indexed, is_same_state
 from zoo.engine.kernel_settings import DENORMAL, ONE, Settings, read_settings
 from zoo.engine.operands import (
     REFERENCES,
@@ -36,7 +36,7 @@ from zoo.engine.unseen_writes import bytes_of
 
 # arguments without tensors, which most are
 ATOMS = {int, float, bool, type(None), str, torch.dtype, torch.layout}
-# sparse layouts whose products on the CPU read them as they are
+# sparse layouts whose products on the CPU neither convert nor write them
 BY_ROWS = {torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr}
 
 
@@ -56,18 +56,18 @@ class RecordedKernel:
         self.args = list(args)
         self.kwargs: dict[str, PyTree] | None = None
         self.reads: list[Value] = []
-        # for each result; None for one that is no new storage
+        # a value for each result; None for one that is no new storage
         self.outs: Sequence[Value | None] = ()
         self.writes: Sequence[Write] = ()
         self.results: Sequence[Value] = ()  # all that it made or wrote
-        self.draws: Kept | tuple[()] = ()
-        # kernels that leave random streams as it found them
+        self.draws: PackedDraws | tuple[()] = ()
+        # kernels that leave the random streams in the states that this one needs
         self.follows: Sequence[RecordedKernel] = ()
         self.is_kept = False  # it cannot be replayed, so that its results are external
-        self.origin: object = None  # where it was called, if an observer says that
+        self.origin: object = None  # where it was called, if there is an observer
 
     def externals(self) -> Iterator[External]:
-        """Yields the external tensors among the arguments, each as often as it is one."""
+        """Yields the external tensors among the arguments, with repetitions."""
         operands = [*self.args, *(self.kwargs or {}).values()]
         while operands:
             operand = operands.pop()
@@ -81,36 +81,36 @@ class RecordedKernel:
 
 
 class Recording:
-    """The kernels of an outermost segment, and while it is open the storages that they met."""
+    """The kernels of an outermost segment, and while it is open the storages that they used."""
 
     def __init__(self, observer: Callable[[], object] | None) -> None:
         self.kernels: list[RecordedKernel] = []
         self.count = 0
         self.storages = Storages()
         self.settings: Settings | None = None
-        # by the ids of random streams: the last kernel that drew, and the state that it left
+        # the last kernel that drew from each random stream, by its id, and the state after it
         self.last_draws: dict[int, tuple[RandomStream, RecordedKernel, Tensor]] = {}
         self.observer = observer
         self.lock = threading.RLock()
 
     def settings_for(self, effects: Effects) -> Settings:
-        """Returns what is set now, the same object while nothing changes that a kernel heeds."""
-        known, heeded = self.settings, effects.heeded
+        """Returns the present settings, the same object until one changes that a kernel heeds."""
+        settings, heeded = self.settings, effects.heeded
         if (
-            known is not None
-            and torch.get_default_dtype() is known[0]
-            and torch.get_num_threads() == known[1]
-            and (DENORMAL * ONE == 0) is known[2]
-            and (heeded is None or heeded.are_in(known))
+            settings is not None
+            and torch.get_default_dtype() is settings[0]
+            and torch.get_num_threads() == settings[1]
+            and (DENORMAL * ONE == 0) is settings[2]
+            and (heeded is None or heeded.are_in(settings))
         ):
-            return known
+            return settings
         now = read_settings()
-        if known is None or now != known:
-            self.settings = known = now
-        return known
+        if settings is None or now != settings:
+            self.settings = settings = now
+        return settings
 
     def encode(self, kernel: RecordedKernel, kwargs: Kwargs) -> None:
-        """Puts references in the place of tensors among the arguments of a kernel."""
+        """Replaces the tensors among a kernel's arguments with references."""
         args = kernel.args
         for position, value in enumerate(args):
             if isinstance(value, Tensor):
@@ -145,12 +145,12 @@ class Recording:
                 # products with it add by atomics, or convert it and count that as a write
                 kernel.is_kept = True
             if not reference.is_read and tensor.is_inference():
-                # it may be written later, and nothing would tell
+                # its writes count no version
                 kernel.is_kept = True
             elif not reference.is_read:
                 self.storages.before_read(reference)
             elif reference.sample is None and not torch.is_grad_enabled():
-                # the first time it was with a gradient
+                # it was first read with gradients on, when no sample was taken
                 reference.sample = bytes_of(reference.tensor)
         return reference
 
@@ -161,7 +161,7 @@ class Recording:
         targets: list[tuple[Tensor, Value | None]],
         kwargs: Kwargs,
     ) -> Kwargs:
-        """Puts a Write in the place of each target; returns the keyword arguments with them."""
+        """Replaces each target with a Write; returns the keyword arguments with them."""
         writes = {id(tensor): self._write(kernel, tensor, value) for tensor, value in targets}
         kernel.writes = list(writes.values())
 
@@ -186,7 +186,7 @@ class Recording:
         return Write(reference, tensor)
 
     def note_draws(self, kernel: RecordedKernel, draws: Draws, first: int) -> None:
-        """Notes the states that a kernel found, but for those that one since `first` left."""
+        """Notes the random states before a kernel, but for those that one since `first` left."""
         kernel.draws, kernel.follows = states, follows = [], []
         for stream, state in draws:
             after = stream.get_state()
@@ -200,15 +200,16 @@ class Recording:
             self.last_draws[id(stream)] = stream, kernel, after
 
     def append(self, kernel: RecordedKernel, effects: Effects, out: PyTree) -> None:
-        """Notes what a kernel made and wrote, and the kernel where that is anything."""
+        """Notes what a kernel made and wrote; records the kernel unless that is nothing."""
         if effects.makes:
-            trains = torch.is_grad_enabled() and _trains(kernel.args)
+            requires_grad = torch.is_grad_enabled() and _require_grad(kernel.args)
             note, index = self.storages.note_result, kernel.index
             if isinstance(out, Tensor):
-                value = note(out, index, effects, trains)
+                value = note(out, index, effects, requires_grad)
                 kernel.outs = kernel.results = () if value is None else (value,)
             else:
-                kernel.outs = outs = [note(part, index, effects, trains) for part in flat(out)]
+                results = flat(out)
+                kernel.outs = outs = [note(r, index, effects, requires_grad) for r in results]
                 kernel.results = [value for value in outs if value is not None]
         for write in kernel.writes:
             tensor, write.scratch = write.scratch, None
@@ -222,7 +223,7 @@ class Recording:
             self.count += 1
 
     def close(self, kernels: list[RecordedKernel]) -> None:
-        """Ends the recording and keeps these kernels of it."""
+        """Ends the recording and keeps only these kernels."""
         self.kernels = kernels
         self.storages.close()
         # so that fewer objects wait for the backward
@@ -234,17 +235,18 @@ class Recording:
         del self.last_draws
 
 
-def _trains(args: Iterable[PyTree]) -> bool:
-    """Returns whether one of the arguments of a kernel requires a gradient."""
+def _require_grad(args: Iterable[PyTree]) -> bool:
+    """Returns whether a kernel's arguments include one that requires a gradient."""
     for argument in args:
         kind = type(argument)
         if kind is Value or kind is View:
-            trains = argument.trains
+            requires_grad = argument.requires_grad
         elif kind is External:
-            trains = argument.tensor.requires_grad
+            requires_grad = argument.tensor.requires_grad
+        elif kind is ListArgument:
+            requires_grad = _require_grad(argument.parts)
         else:
-            trains = kind is Write or kind is SparseExternal
-            trains = trains or (kind is ListArgument and _trains(argument.parts))
-        if trains:
+            requires_grad = kind is Write or kind is SparseExternal
+        if requires_grad:
             return True
     return False

@@ -1,6 +1,6 @@
-"""Replays recorded kernels: from the last to the first for what is needed, then forwards.
+"""Replays recorded kernels: one pass from the last to the first selects them, then they run.
 
-Only those are called that a living handle needs, on scratch memory, and each result is dropped
+Only kernels that a living handle needs are called, on scratch memory, and each result is dropped
 after its last reader, so that a replay holds what the backward is about to take and little more.
 """
 
@@ -41,18 +41,18 @@ Result = TypeVar("Result")
 
 
 def schedule(
-    kernels: Iterable[RecordedKernel], wanted: set[Value], given: Container[Value]
+    kernels: Iterable[RecordedKernel], wanted: set[Value], available: Container[Value]
 ) -> list[Scheduled]:
-    """Returns what must be replayed to make the wanted values, in order.
+    """Returns the kernels that must be replayed for the wanted values, in order.
 
-    `kernels` come the last one first; `given` are values that are there, and stay.
+    `kernels` come the last one first; `available` values exist already and are not dropped.
     """
-    needed = {value for value in wanted if value not in given}
+    needed = {value for value in wanted if value not in available}
     if not needed:
         return []
     read = {*wanted}
     scheduled: list[Scheduled] = []
-    # those that must run for the random streams that they leave
+    # kernels that must run to bring random streams into the states that others need
     drawing: set[RecordedKernel] = set()
     for kernel in kernels:
         if needed.isdisjoint(kernel.results) and kernel not in drawing:
@@ -64,7 +64,7 @@ def schedule(
         for value in kernel.reads:
             if value not in read:
                 read.add(value)
-                if value not in given:
+                if value not in available:
                     drops.append(value)
                     needed.add(value)
         scheduled.append((kernel, drops or ()))
@@ -83,7 +83,7 @@ def external_tensors(scheduled: Iterable[Scheduled]) -> Iterator[Tensor]:
 
 
 def replay(scheduled: Iterable[Scheduled]) -> None:
-    """Calls scheduled kernels again; what they make is the `replayed` tensor of its value."""
+    """Calls scheduled kernels again; each result becomes the `replayed` tensor of its value."""
     changed = Changes()
     try:
         with DisableAutocast(), BelowAutograd():
@@ -94,23 +94,23 @@ def replay(scheduled: Iterable[Scheduled]) -> None:
 
 
 class Changes:
-    """What a replay changes for its kernels, and how it was before."""
+    """Global state that a replay changes for its kernels, and its values before."""
 
     def __init__(self) -> None:
-        self.trains = torch.is_grad_enabled()
+        self.grad_enabled = torch.is_grad_enabled()
         self.settings: list[Callable[[], object]] = []
         self.streams: dict[int, SetAsideState] = {}
         self.are_restored = False
 
     def restore(self) -> None:
-        """Restores all of it, unless it was."""
+        """Restores the values from before, once."""
         if self.are_restored:
             return
         thread.origin = None
         restores: list[Callable[[], object]] = [*self.streams.values(), *reversed(self.settings)]
         for restore in restores:
             restore()
-        set_grad_enabled(self.trains)
+        set_grad_enabled(self.grad_enabled)
         self.are_restored = True
 
 
@@ -135,36 +135,44 @@ def _run(scheduled: Iterable[Scheduled], changed: Changes) -> None:
 def without_modes(
     function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
 ) -> Result:
-    """Calls a function without what a program has around its calls.
+    """Calls a function outside of the program's modes and transforms.
 
-    These are function modes, `__torch_function__` of tensor classes, the transforms of
-    `torch.func`, which end before the call, and the vmap of `is_grads_batched=True`. Fake tensors
-    keep `__torch_function__`, by which they know their device.
+    That is without function modes, `__torch_function__` of tensor classes, transforms of
+    `torch.func` and the vmap of `is_grads_batched=True`. Fake tensors keep `__torch_function__`,
+    by which they know their device.
     """
     before = function_state()
+    is_fake = get_dispatch_mode(FAKE_MODE) is not None
     try:
-        with contextlib.ExitStack() as without:
-            if get_dispatch_mode(FAKE_MODE) is None:
-                without.enter_context(DisableTorchFunction())
-            if are_functorch_transforms_active():
-                without.enter_context(no_transforms())
-            if is_key_included(VMAP_OF_GRADIENTS):
-                without.enter_context(ExcludeKeys(DispatchKeySet(VMAP_OF_GRADIENTS)))
+        with contextlib.nullcontext() if is_fake else DisableTorchFunction():
+            if are_functorch_transforms_active() or is_key_included(VMAP_OF_GRADIENTS):
+                return _without_transforms(function, *args, **kwargs)
             return function(*args, **kwargs)
     finally:
         # once more, where an interrupt has cut it short
         set_function_state(before)
 
 
+def _without_transforms(
+    function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
+) -> Result:
+    with contextlib.ExitStack() as without:
+        if are_functorch_transforms_active():
+            without.enter_context(no_transforms())
+        if is_key_included(VMAP_OF_GRADIENTS):
+            without.enter_context(ExcludeKeys(DispatchKeySet(VMAP_OF_GRADIENTS)))
+        return function(*args, **kwargs)
+
+
 def _call(kernel: RecordedKernel, drops: Sequence[Value]) -> None:
     """Calls a kernel again, on scratch memory where it writes an argument."""
-    # values whose storage is a copy during the call, and what they were
+    # values whose storage is a copy during the call, and their own tensors
     before: list[tuple[Value, Tensor]] = []
     for write in kernel.writes:
         write.scratch = _scratch(write.target, drops, before)
     # most are values, and calls are what a replay costs
     args = [
-        (made if (made := value.replayed) is not None else value.resolve())
+        (replayed if (replayed := value.replayed) is not None else value.resolve())
         if type(value) is Value
         else (value.resolve() if type(value) in REFERENCES else value)
         for value in kernel.args
@@ -178,11 +186,11 @@ def _call(kernel: RecordedKernel, drops: Sequence[Value]) -> None:
     for written, tensor in before:
         written.replayed = tensor
     parts = (out,) if isinstance(out, Tensor) else flat(out)
-    # of a kernel that only writes the results are its arguments
+    # a kernel that only writes returns its arguments
     for value, tensor in zip(kernel.outs, parts, strict=False):
         if value is not None:
             value.replayed = tensor
-            if value.trains:
+            if value.requires_grad:
                 tensor.requires_grad_()
     for write in kernel.writes:
         if write.after is not None and write.scratch is not None:
@@ -195,10 +203,10 @@ def _call(kernel: RecordedKernel, drops: Sequence[Value]) -> None:
 def _scratch(
     target: Reference | External, drops: Sequence[Value], before: list[tuple[Value, Tensor]]
 ) -> Tensor:
-    """Returns a tensor that a kernel may write: in a copy where the value is read later.
+    """Returns a tensor that a kernel may write: in a copy if the value is read later.
 
-    All arguments of a call that lie in one storage share its copy, as a kernel may write two views
-    of it, or read what it wrote; `before` takes the value with what it was.
+    Arguments in one storage share its copy, since a kernel may write two views of it, or read what
+    it wrote; the value and its own tensor are added to `before`.
     """
     if isinstance(target, External):
         return _copy(target.resolve())
@@ -206,11 +214,11 @@ def _scratch(
     if type(target) is View:
         target.make_room()
     if value not in drops and all(value is not other for other, _ in before):
-        made = value.resolve()
-        before.append((value, made))
-        value.replayed = _copy(made)
+        replayed = value.resolve()
+        before.append((value, replayed))
+        value.replayed = _copy(replayed)
     if type(target) is View:
-        # a view of what requires a gradient gets a history when it is written
+        # a write to a view of a tensor that requires a gradient would get a history
         value.resolve().requires_grad_(False)
     return target.resolve()
 

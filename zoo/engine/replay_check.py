@@ -1,15 +1,15 @@
-"""Compares recomputed tensors on accelerators with those of the forward, without waiting for them.
+"""Compares recomputed tensors on accelerators with those of the forward, without synchronizing.
 
-On the CPU each replay is checked as it comes, since reading memory there waits for nothing. To read
-an accelerator's memory waits for all of its work. So a sample of each saved tensor stays there:
+On the CPU each replay is checked at once, since reading memory there waits for nothing. Reading an
+accelerator's memory waits for all of its work. So a sample of each saved tensor stays there:
 
     forward      a saved tensor       -> 64 bytes of it, by one kernel
-    replay       all of a segment     -> their bytes beside the samples, a flag for each, by four
+    replay       all of a segment     -> bytes compared with the samples, a flag each, by four
     at the end   flags of all replays -> read once, where the check ends or every n backwards
 
-The check is off by default, since its kernels cost time where Python is what a step waits for, and
-each sample holds the least block of the allocator (512 bytes on CUDA) until its segment is
-replayed. A graph of CUDA's may capture it; there flags can only be read after the check ends.
+The check is off by default: its kernels cost time if a step is bound by Python, and each sample
+holds an allocator's smallest block (512 bytes on CUDA) until its segment is replayed. A CUDA graph
+may capture it; there flags can only be read after the check ends.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ OTHER_NUMBERS = (
 
 
 class TensorDescription(NamedTuple):
-    """What a flag is about: a tensor that was replayed, and the operator that made it."""
+    """A replayed tensor that a flag is about, and the operator that made it."""
 
     operator: str
     shape: tuple[int, ...]
@@ -66,38 +66,38 @@ class ReplayCheck:
         self._lock = threading.Lock()
 
     def compare(self, compared: list[SampleComparison]) -> None:
-        """Compares what a segment replayed on a device there; waits for nothing."""
+        """Compares a segment's replayed tensors on their devices; waits for nothing."""
         by_device: dict[torch.device, list[SampleComparison]] = {}
-        for one in compared:
-            by_device.setdefault(one.replayed.device, []).append(one)
+        for comparison in compared:
+            by_device.setdefault(comparison.replayed.device, []).append(comparison)
         with self._lock, torch.inference_mode(False), DisableTorchDispatch():
             for together in by_device.values():
-                found = torch.cat([_view(one.tensor) for one in together])
-                differs = found != torch.cat([one.sample for one in together])
-                replayed = tuple(one.replayed for one in together)
+                replayed_bytes = torch.cat([_view(pair.tensor) for pair in together])
+                differs = replayed_bytes != torch.cat([pair.sample for pair in together])
+                replayed = tuple(pair.replayed for pair in together)
                 flags = self._flags.setdefault(replayed, differs)
                 if flags is not differs:
                     flags.logical_or_(differs)
 
     def take(self) -> list[TensorDescription]:
-        """Waits for the devices, and returns what differed since the last time."""
+        """Waits for the devices, and returns the tensors that differed since the last call."""
         with self._lock, torch.inference_mode(False), DisableTorchDispatch():
             for device in {replayed[0].device for replayed in self._flags}:
                 synchronize(device)
-            found: list[TensorDescription] = []
+            differing: list[TensorDescription] = []
             by_device: dict[torch.device, list[tuple[TensorDescription, ...]]] = {}
             for replayed in self._flags:
                 by_device.setdefault(replayed[0].device, []).append(replayed)
             for every in by_device.values():
-                tensors = [one for replayed in every for one in replayed]
-                sizes = [_size(one.shape, one.dtype) for one in tensors]
+                tensors = [tensor for replayed in every for tensor in replayed]
+                sizes = [_size(tensor.shape, tensor.dtype) for tensor in tensors]
                 flags = torch.cat([self._flags[replayed] for replayed in every]).cpu()
                 parts = torch.split(flags, sizes)
-                found += [one for one, part in zip(tensors, parts, strict=True) if part.any()]
+                differing += [t for t, part in zip(tensors, parts, strict=True) if part.any()]
             for flags in self._flags.values():
                 flags.zero_()
             # autograd may have saved one tensor more than once
-            return list(dict.fromkeys(found))
+            return list(dict.fromkeys(differing))
 
     def end_backward(self, number: int) -> None:
         """Counts a backward, which may end on several threads, and reads the flags if it is time.
@@ -118,10 +118,10 @@ class ReplayCheck:
         Raises:
             RecomputeError: a replayed tensor differed.
         """
-        if found := self.take():
-            more = f" (and {len(found) - 1} others)" if len(found) > 1 else ""
+        if differing := self.take():
+            more = f" (and {len(differing) - 1} others)" if len(differing) > 1 else ""
             raise RecomputeError(
-                f"a replayed tensor {found[0]}{more} {OTHER_NUMBERS} "
+                f"a replayed tensor {differing[0]}{more} {OTHER_NUMBERS} "
                 "torch.use_deterministic_algorithms(True) has kernels that repeat themselves. The "
                 "gradients of the backwards since the last check may be wrong."
             )
@@ -133,7 +133,7 @@ CHECKS: list[ReplayCheck] = []
 
 @contextlib.contextmanager
 def checking(every: int | None = None) -> Iterator[ReplayCheck]:
-    """Compares replays in the block, and yields their flags, which are yet to be read."""
+    """Compares the replays in the block, and yields the check, whose flags are yet to be read."""
     check = ReplayCheck(every)
     CHECKS.append(check)
     try:
@@ -144,12 +144,12 @@ def checking(every: int | None = None) -> Iterator[ReplayCheck]:
 
 @contextlib.contextmanager
 def check_replays(*, every: int | None = None) -> Iterator[None]:
-    """Compares what is recomputed on accelerators inside of the block with the forward.
+    """Compares tensors that are recomputed on accelerators inside of the block with the forward's.
 
     64 bytes of each saved tensor that is recomputed are compared on its device; the result is read
     at the end of the block, and with `every=10` after each tenth backward, which waits for the
-    device. What a block's backward recomputes has to be saved in the block, too. On the CPU each
-    recomputation is compared anyway.
+    device. Forward and backward must both be in the block. On the CPU each recomputation is
+    compared anyway.
 
     Raises:
         ArgumentError: `every` is no number of backwards.
@@ -174,7 +174,7 @@ def sample_of(tensor: Tensor) -> Tensor | None:
 def _is_dense(tensor: Tensor) -> bool:
     formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
     is_real = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
-    return is_real and any(tensor.is_contiguous(memory_format=one) for one in formats)
+    return is_real and any(tensor.is_contiguous(memory_format=form) for form in formats)
 
 
 def _view(tensor: Tensor) -> Tensor:
@@ -185,8 +185,8 @@ def _view(tensor: Tensor) -> Tensor:
     start, size = tensor.storage_offset() * tensor.itemsize, tensor.nbytes
     count = min(size, SAMPLE)
     stride = 1 if count < SAMPLE else ((size - 1) // (SAMPLE - 1) - 1) | 1
-    found = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return found.set_(tensor.untyped_storage(), start, (count,), (stride,))
+    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return view.set_(tensor.untyped_storage(), start, (count,), (stride,))
 
 
 def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:

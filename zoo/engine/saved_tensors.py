@@ -1,8 +1,8 @@
-"""What autograd saves inside of a segment: handles for what a replay makes, the rest as it is.
+"""Hooks for the tensors that autograd saves in a segment: `pack` to handles, `unpack` by replays.
 
-The first handle that a backward opens replays its segment, and before it those around it: a segment
-inside of a segment starts from values that the replay of the outer one makes (`inputs`). A backward
-inside of the forward asks for the saved tensors of its own operations alone.
+The first handle that a backward unpacks replays its segment, after the segments around it: an inner
+segment starts from values that the replay of the outer one makes (`inputs`). A backward inside of
+the forward asks only for saved tensors of its own operations. External tensors are kept.
 """
 
 import functools
@@ -40,11 +40,11 @@ from zoo.engine.tensor_state import (
     Original,
     check_history,
     check_version,
-    counted,
     detached,
     has_own_storage,
     roles_of,
     take_apart,
+    version_check_of,
 )
 from zoo.errors import RecomputeError
 
@@ -52,28 +52,28 @@ _log = logging.getLogger("zoo")
 WRITTEN = (
     "a tensor that this gradient needs was changed in place after it was saved. Change a copy."
 )
-# what stands for saved external tensors, by the ids of the tensors that `pending_reads` follows
+# saved external tensors, by the ids of the tensors that `pending_reads` follows
 SAVED: dict[int, list[weakref.ref[External]]] = {}
 
 
-class Opaque:
-    """A tensor of a class of its own, taken apart into tensors that are packed one by one."""
+class PackedWrapper:
+    """A saved wrapper subclass, flattened into tensors that are packed one by one."""
 
-    __slots__ = ("counted", "make", "packed")
+    __slots__ = ("make", "packed", "version_check")
 
     def __init__(self, tensor: Tensor, pack: Callable[[Tensor], object]) -> None:
-        self.counted = counted(tensor)
+        self.version_check = version_check_of(tensor)
         parts, self.make = take_apart(tensor)
-        # a mesh of devices may be among them; and offsets, which identify the sizes of a tensor
+        # not a device mesh, nor the offsets of a nested tensor, whose identity stands for its sizes
         self.packed = {n: pack(part) if _has_gradient(part) else part for n, part in parts.items()}
 
     def unpack(self) -> Tensor:
-        """Puts the tensor together again; raises as `unpack`."""
-        if self.counted is not None:
-            check_version(*self.counted)
+        """Rebuilds the tensor; raises as `unpack`."""
+        if self.version_check is not None:
+            check_version(*self.version_check)
         parts = self.packed.items()
-        made: Tensor = self.make({n: unpack(p) if isinstance(p, Packed) else p for n, p in parts})
-        return made
+        tensor: Tensor = self.make({n: unpack(p) if isinstance(p, Packed) else p for n, p in parts})
+        return tensor
 
 
 def _has_gradient(part: object) -> TypeGuard[Tensor]:
@@ -81,16 +81,15 @@ def _has_gradient(part: object) -> TypeGuard[Tensor]:
 
 
 def is_in_graph() -> bool:
-    """Returns whether fake tensors stand for those of a graph that is being written.
+    """Returns whether `make_fx` is tracing, as higher-order operators do each time they are called.
 
-    `make_fx` knows them by their identity, so that no others may take their place. Higher-order
-    operators write a graph of what they call, each time that they are called.
+    It knows fake tensors by their identity, so that no others may take their place.
     """
     return get_dispatch_mode(PROXY_MODE) is not None
 
 
-class InGraph:
-    """A saved tensor that is in a graph."""
+class GraphTensor:
+    """A saved tensor of a graph that is being traced."""
 
     __slots__ = ("tensor",)
 
@@ -102,37 +101,38 @@ class InGraph:
         return self.tensor
 
 
-# what stands for a saved tensor
-Packed = External | Handle | Opaque | InGraph
+# what `pack` returns
+Packed = External | Handle | PackedWrapper | GraphTensor
 
 
-def kept(tensor: Tensor) -> External:
-    """Returns what stands for a tensor as it is, to be saved outside of all segments."""
+def detached_external(tensor: Tensor) -> External:
+    """Packs a tensor that is saved outside of all segments, without the program's graph."""
     external = external_of(tensor)
     external.detach_graph(detached)
     return external
 
 
 def pack(tensor: Tensor) -> Packed:
-    """Returns what stands for a tensor that autograd saves on this thread."""
+    """Packs a tensor that autograd saves on this thread."""
     kind = type(tensor)
     if kind is FakeTensor and is_in_graph():
-        return InGraph(tensor)
+        return GraphTensor(tensor)
     if kind not in PLAIN and not has_own_storage(kind) and is_wrapper(tensor):
-        return Opaque(tensor, pack)
+        return PackedWrapper(tensor, pack)
     segment = thread.segment
-    reference = kept(tensor) if segment is None else segment.recording.storages.refer(tensor)
+    refer = detached_external if segment is None else segment.recording.storages.refer
+    reference = refer(tensor)
     if segment is None or isinstance(reference, External):
-        assert isinstance(reference, External), "all that is kept is external"
+        assert isinstance(reference, External), "outside of segments all is external"
         has_history, is_result = roles_of(tensor, sequence_number())
         if segment is not None and reference.is_result and not is_result:
-            # of the same tensor autograd has the memory as a result, and itself as an argument
+            # autograd holds the memory of a result, but an argument itself
             reference = external_of(tensor)
             segment.recording.storages.hold(reference)
         reference.has_history |= has_history
         reference.is_result |= is_result
-        if SAVED and (noted := SAVED.get(id(tensor))) is not None:
-            noted.append(weakref.ref(reference))
+        if SAVED and (references := SAVED.get(id(tensor))) is not None:
+            references.append(weakref.ref(reference))
         return reference
     handle, storages = Handle(segment, reference, tensor), segment.recording.storages
     value = handle.value
@@ -149,7 +149,7 @@ def pack(tensor: Tensor) -> Packed:
 
 
 def refuse_hooks(packed: object) -> None:
-    """Raises RecomputeError where a tensor that was packed here is to have hooks of its own."""
+    """Raises RecomputeError if the program registers hooks of its own for a packed tensor."""
     if isinstance(packed, Packed):
         raise RecomputeError(
             "`register_hooks` of one saved tensor (`grad_fn._raw_saved_...`) inside of a segment: "
@@ -174,14 +174,14 @@ def unpack_handle(handle: Handle) -> Tensor:
     Raises:
         RecomputeError: it, or something that it is made from, was changed in place since.
     """
-    if handle.kept is not None:
-        return handle.kept.unpack()
-    if handle.counter is not None:
-        check_version(handle.counter, handle.version)
+    if handle.external is not None:
+        return handle.external.unpack()
+    if handle.version_counter is not None:
+        check_version(handle.version_counter, handle.version)
     if handle.has_history:
         check_history(handle.original())
     if type(handle.original) is Original and handle.original.is_replaced:
-        # by numbers that are gone with it
+        # the other memory is gone with it
         raise RecomputeError(REPLACED)
     with handle.segment.recording.lock:
         if handle.tensor is None and not handle.is_written:
@@ -190,16 +190,16 @@ def unpack_handle(handle: Handle) -> Tensor:
             around = thread.replaying
             try:
                 # the kernels ran outside of a vmap that is around the backward
-                without_modes(fill, handle)
+                without_modes(replay_for, handle)
             finally:
                 # once more, where an interrupt has cut it short
                 thread.replaying = around
         if handle.is_written:
             raise RecomputeError(WRITTEN)
         tensor = handle.tensor
-        assert tensor is not None, "a replay fills every living handle"
-        if tensor._version != handle.filled:
-            check_version(tensor, handle.filled)
+        assert tensor is not None, "a replay makes the tensor of every living handle"
+        if tensor._version != handle.replayed_version:
+            check_version(tensor, handle.replayed_version)
         if current_backward() == -1:
             clear(handle.segment)
         elif is_graph_kept():
@@ -209,7 +209,7 @@ def unpack_handle(handle: Handle) -> Tensor:
 
 @functools.cache
 def _warn_of_graph() -> None:
-    """Says once that a backward makes a graph, which keeps what the backward reads."""
+    """Warns once that a backward makes a graph, which keeps what the backward reads."""
     _log.warning(
         "this backward makes a graph (create_graph=True), which keeps all that the backward reads: "
         "what is recomputed stays in memory until that graph is freed, so that checkpointing saves "
@@ -219,10 +219,10 @@ def _warn_of_graph() -> None:
 
 
 class Request:
-    """Which saved tensors a replay makes: all that wait, or those of some operations of autograd's.
+    """The saved tensors that a replay makes: all that wait, or those of some autograd operations.
 
-    A backward inside of the forward asks for those of its own operations. Others wait for a
-    backward to come, and to make them in each one would take the square of the time.
+    A backward inside of the forward asks for those of its own operations. The others wait for a
+    later backward: to make them in each would take quadratic time.
     """
 
     def __init__(self, handle: Handle | None, operations: range | None) -> None:
@@ -231,12 +231,12 @@ class Request:
     def waiting(self, segment: Segment) -> list[Handle]:
         """Returns the handles of a segment that ask for their tensors."""
         if self.operations is not None:
-            segment.handles = [one for one in segment.handles if one() is not None]
-        found = waiting_in(segment)
+            segment.handles = [ref for ref in segment.handles if ref() is not None]
+        handles = waiting_in(segment)
         if self.operations is None:
-            return found
-        asks = (one is self.handle or one.sequence - 1 in self.operations for one in found)
-        return [*itertools.compress(found, asks)]
+            return handles
+        asks = (h is self.handle or h.sequence - 1 in self.operations for h in handles)
+        return [*itertools.compress(handles, asks)]
 
     def inputs_of(self, segment: Segment) -> set[Value]:
         """Returns the values that an inner segment's replay takes from the segment around it."""
@@ -249,22 +249,22 @@ class Request:
         return inputs
 
     def has_inputs(self, segment: Segment) -> bool:
-        """Returns whether a segment has what it starts from, as a replay around it left that.
+        """Returns whether a segment has its inputs, unwritten, from a replay of the one around it.
 
-        A backward may write what it saved, which is the same memory; and for another backward
-        inside of the forward the replay around it left something else.
+        A backward may write a saved tensor, which is the same memory; and the replay for another
+        backward inside of the forward left other inputs.
         """
-        given = segment.inputs
-        if given is None or any(tensor._version != made for tensor, made in given.values()):
+        inputs = segment.inputs
+        if inputs is None or any(tensor._version != version for tensor, version in inputs.values()):
             return False
-        return self.operations is None or self.inputs_of(segment) <= given.keys()
+        return self.operations is None or self.inputs_of(segment) <= inputs.keys()
 
 
 EVERYTHING = Request(None, None)
 
 
 def request_of(handle: Handle) -> Request:
-    """Returns what the backward that opens a handle needs of its segment, and of those around."""
+    """Returns the request of the backward that opens a handle, to its segment and those around."""
     if not handle.segment.recording.storages.is_open:
         return EVERYTHING
     backward, node = current_backward(), current_node()
@@ -272,23 +272,23 @@ def request_of(handle: Handle) -> Request:
         return Request(handle, range(0))
     if node is None:
         return EVERYTHING
-    known, first = thread.inside
-    if known != backward or handle.sequence <= first:
+    last, first = thread.inside
+    if last != backward or handle.sequence <= first:
         first = first_operation(node)
         thread.inside = backward, first
     return Request(handle, range(first, node._sequence_nr() + 1))
 
 
 def first_operation(node: Node) -> int:
-    """Returns the number of the earliest operation that the running backward comes to."""
+    """Returns the number of the earliest operation that the running backward reaches."""
     first, seen, waiting = node._sequence_nr(), {node}, [node]
     while waiting:
         node = waiting.pop()
-        nexts = [one for one, _ in node.next_functions if one is not None and _is_run(one)]
-        # of what comes before the tensors that gradients are asked for nothing runs
+        nexts = [n for n, _ in node.next_functions if n is not None and _is_run(n)]
+        # nodes before the tensors whose gradients are asked for do not run
         if nexts:
             first = min(first, node._sequence_nr())
-        waiting += (one for one in nexts if one not in seen)
+        waiting += (n for n in nexts if n not in seen)
         seen.update(nexts)
     return first
 
@@ -302,47 +302,47 @@ def _is_run(node: Node) -> bool:
 
 
 class AvailableValues(Container[Value]):
-    """The values that need not be replayed: those given, and what the forward still has.
+    """Values that need not be replayed: a segment's inputs, and those that the forward still holds.
 
     Attributes:
-        found: the latter that a schedule asked for, with their tensors.
+        reused: the latter that a schedule asked for, with their tensors.
     """
 
-    def __init__(self, storages: Storages, given: Mapping[Value, object]) -> None:
+    def __init__(self, storages: Storages, inputs: Mapping[Value, object]) -> None:
         self.storages = storages if storages.is_open else None
-        self.given = given
-        self.found: dict[Value, Tensor] = {}
+        self.inputs = inputs
+        self.reused: dict[Value, Tensor] = {}
 
     def __contains__(self, value: object) -> bool:
-        if value in self.given or value in self.found:
+        if value in self.inputs or value in self.reused:
             return True
         if self.storages is None or not isinstance(value, Value):
             return False
         tensor = self.storages.still_there(value)
         if tensor is not None:
-            self.found[value] = tensor
+            self.reused[value] = tensor
         return tensor is not None
 
 
 def waiting_in(segment: Segment) -> list[Handle]:
-    """Returns the handles of a segment itself that a replay is yet to fill."""
+    """Returns a segment's own handles that have no replayed tensor yet."""
     return [handle for handle in segment.living() if handle.tensor is None]
 
 
 def goals_of(handles: Iterable[Handle]) -> set[Value]:
-    """Returns the values that handles want."""
+    """Returns the values of handles."""
     return {handle.value for handle in handles}
 
 
-def fill(handle: Handle) -> None:
-    """Replays the segment of a handle, and before it those around it whose results it needs."""
+def replay_for(handle: Handle) -> None:
+    """Replays a handle's segment, after those around it whose results it needs."""
     request = request_of(handle)
     waiting = [handle.segment]
     while (around := waiting[-1].parent) is not None and not request.has_inputs(waiting[-1]):
         waiting[-1].inputs = None
         waiting.append(around)
     for part in reversed(waiting):
-        _fill(part, request)
+        _replay_segment(part, request)
     backward = current_backward()
     if backward != -1:
         if thread.backward != backward:
@@ -351,37 +351,37 @@ def fill(handle: Handle) -> None:
         thread.opened.append(weakref.ref(waiting[-1]))
 
 
-def _fill(segment: Segment, request: Request) -> None:
-    given = segment.inputs or {}
+def _replay_segment(segment: Segment, request: Request) -> None:
+    inputs = segment.inputs or {}
     waiting = request.waiting(segment)
     needs = {part: request.inputs_of(part) for part in segment.inner() if part.inputs is None}
     if segment.scheduled_for == len(waiting):
-        _replay(segment, segment.scheduled, waiting, needs, {})
+        _replay_kernels(segment, segment.scheduled, waiting, needs, {})
         return
     goals = goals_of(waiting).union(*needs.values())
-    there = AvailableValues(segment.recording.storages, given)
+    there = AvailableValues(segment.recording.storages, inputs)
     scheduled = schedule(segment.backwards(), goals, there)
     try:
-        _replay(segment, scheduled, waiting, needs, there.found)
+        _replay_kernels(segment, scheduled, waiting, needs, there.reused)
     except RecomputeError:
-        if not there.found:
+        if not there.reused:
             raise
-        # code that torch does not see may have written what is there
-        _replay(segment, schedule(segment.backwards(), goals, given), waiting, needs, {})
+        # code that torch does not see may have written a reused tensor
+        _replay_kernels(segment, schedule(segment.backwards(), goals, inputs), waiting, needs, {})
 
 
-def _replay(
+def _replay_kernels(
     segment: Segment,
     scheduled: list[Scheduled],
     waiting: list[Handle],
     needs: dict[Segment, set[Value]],
-    alive: dict[Value, Tensor],
+    reused: dict[Value, Tensor],
 ) -> None:
-    """Replays kernels, on what is alive, and gives results to handles and inner segments."""
-    given, storages = segment.inputs or {}, segment.recording.storages
-    for value, (tensor, _) in given.items():
+    """Replays kernels and hands the results to handles and inner segments."""
+    inputs, storages = segment.inputs or {}, segment.recording.storages
+    for value, (tensor, _) in inputs.items():
         value.take(tensor)
-    for value, tensor in alive.items():
+    for value, tensor in reused.items():
         value.take(tensor)
     sharded, around = freed_modules(external_tensors(scheduled)), thread.replaying
     try:
@@ -390,32 +390,32 @@ def _replay(
         # a forward around this backward neither records nor counts what follows
         thread.replaying = True
         replay(scheduled)
-        compared = [one for handle in waiting if (one := handle.fill()) is not None]
-        if compared and CHECKS:
-            CHECKS[-1].compare(compared)
+        comparisons = [*filter(None, [handle.take_replayed() for handle in waiting])]
+        if comparisons and CHECKS:
+            CHECKS[-1].compare(comparisons)
         for part, values in needs.items():
-            there = [(value, value.replayed) for value in values]
+            tensors = [(value, value.replayed) for value in values]
             part.inputs = {
-                value: (made, made._version) for value, made in there if made is not None
+                value: (tensor, tensor._version) for value, tensor in tensors if tensor is not None
             }
         if storages.is_open:
             storages.begin_replay()
             for handle in waiting:
-                assert handle.tensor is not None, "it is filled"
+                assert handle.tensor is not None, "it was replayed"
                 storages.note_copy(handle.value, handle.tensor)
         if not is_graph_kept():
             segment.inputs = None
     finally:
         thread.replaying = around
-        made = [value for kernel, _ in scheduled for value in kernel.results]
-        for value in (*made, *given, *alive):
+        results = [value for kernel, _ in scheduled for value in kernel.results]
+        for value in (*results, *inputs, *reused):
             value.replayed = None
         for module in sharded:
             module.reshard()
 
 
 def clear(segment: Segment) -> None:
-    """Drops what a replay left and no backward took."""
+    """Drops replayed tensors that no backward took."""
     for handle in segment.living():
         handle.tensor = None
     for part in segment.inner():
@@ -424,7 +424,7 @@ def clear(segment: Segment) -> None:
 
 
 def _end_backward(backward: int, segments: list[weakref.ref[Segment]]) -> None:
-    """Drops what was replayed for a backward and not taken."""
+    """Drops tensors replayed for a backward that did not take them."""
     for reference in segments:
         if (segment := reference()) is not None:
             with segment.recording.lock:
@@ -434,8 +434,8 @@ def _end_backward(backward: int, segments: list[weakref.ref[Segment]]) -> None:
 
 
 def prune(segment: Segment) -> None:
-    """Ends a forward: drops the kernels that no handle needs, and with them what they read."""
-    # a forward may turn to another segment inside of a vmap around a backward of its own
+    """Ends a forward: drops the kernels that no handle needs, with the tensors that they read."""
+    # a forward may switch segments inside of a vmap around a backward of its own
     without_modes(_prune, segment)
 
 

@@ -1,7 +1,7 @@
-"""Segments, ranges of recorded kernels, and handles, which stand for what autograd saves there.
+"""Segments (ranges of recorded kernels) and handles (their saved tensors, which replays make).
 
-A segment holds what encloses it, a recording its kernels, and kernels their values; nothing holds
-the other way round, so that all is freed without the garbage collector.
+A segment holds the one around it, a recording its kernels, and kernels their values; no reference
+goes the other way, so that all is freed without the garbage collector.
 """
 
 import bisect
@@ -53,11 +53,11 @@ class Segment:
         self.drawn = 0  # bytes that kernels drew on the CPU
         self.handles: list[weakref.ref[Handle]] = []  # in the order of their operations
         self._inner: Sequence[weakref.ref[Segment]] = ()
-        # what a replay for all that was saved would run, and for how many handles that is; those of
-        # segments inside count, so that it is never taken for what this one alone needs
+        # the schedule of a replay for all handles, and their number; handles of inner segments
+        # count, so that it is never mistaken for the schedule of this segment's own
         self.scheduled: list[Scheduled] = []
         self.scheduled_for = -1
-        # what the replay of the enclosing segment has made for this one, and the versions of that
+        # tensors that the replay of the enclosing segment made for this one, and their versions
         self.inputs: dict[Value, tuple[Tensor, int]] | None = None
         if parent is None:
             SEGMENTS.add(weakref.ref(self, _drop_segment))
@@ -65,40 +65,40 @@ class Segment:
             parent._inner = (*parent._inner, weakref.ref(self))
 
     def count_draw(self, written: list[Tensor]) -> bool:
-        """Counts the bytes that a kernel draws; returns whether all take fewer than a state."""
+        """Counts the bytes that a kernel draws; returns whether all fit in the size of a state."""
         if len(written) != 1 or not written[0].is_cpu:
             return False
         self.drawn += written[0].nbytes
         return self.drawn <= PACKED_SIZE
 
     def living(self) -> list["Handle"]:
-        """Returns the handles of this segment itself that a backward may still open."""
+        """Returns this segment's own handles that a backward may still open."""
         return [
             handle
             for reference in self.handles
             if (handle := reference()) is not None
-            and handle.kept is None
+            and handle.external is None
             and not handle.is_written
             and handle.segment is self
         ]
 
     def inner(self) -> list["Segment"]:
-        """Returns the segments directly inside of this one that have handles or may get some."""
+        """Returns the segments directly inside of this one that have or may get handles."""
         return alive(self._inner)
 
     def all_handles(self) -> list["Handle"]:
-        """Returns the handles of this segment and of those inside."""
+        """Returns the handles of this segment and of all inner segments."""
         handles = self.living()
         for part in self.inner():
             handles += part.all_handles()
         return handles
 
     def makes(self, value: Value) -> bool:
-        """Returns whether a kernel of this segment, or of one inside, made a value."""
+        """Returns whether a kernel of this segment or of an inner one made a value."""
         return self.first <= value.made_at and (self.end is None or value.made_at < self.end)
 
     def backwards(self) -> Iterator[RecordedKernel]:
-        """Yields the kernels of this segment and of those inside, the last one first."""
+        """Yields the kernels of this segment and of all inner ones, the last one first."""
         kernels = self.recording.kernels
         position = len(kernels)
         if self.end is not None and position and kernels[-1].index >= self.end:
@@ -110,54 +110,54 @@ class Segment:
 
 @final
 class Handle:
-    """A saved tensor that is not kept: the first one that is opened replays its segment.
+    """A saved tensor that is not kept: the first one that a backward opens replays its segment.
 
-    Autograd saves tensors by reference. So one that is written after it was saved is refused where
-    its version tells, as in the baseline, and else (`Tensor.data` has a version of its own, and
-    some kernels declare no write) it has the numbers that were written last.
+    Autograd saves tensors by reference. So a tensor that is written after it was saved is refused
+    if its version tells, as in the baseline; otherwise (`Tensor.data` has a version of its own, and
+    some kernels declare no write) the backward reads the numbers that were written last.
     """
 
     __slots__ = (
-        "__weakref__", "base", "counter", "filled", "fingerprint", "has_history", "is_copy",
-        "is_written", "kept", "original", "reference", "segment", "sequence", "tensor", "value",
-        "version", "view", "was_result",
+        "__weakref__", "base", "external", "fingerprint", "has_history", "is_copy", "is_written",
+        "original", "reference", "replayed_version", "segment", "sequence", "tensor", "value",
+        "version", "version_counter", "view", "was_result",
     )  # fmt: skip
 
     def __init__(self, segment: Segment, reference: Reference, tensor: Tensor) -> None:
         self.segment = segment
-        # read more often than a property allows
+        # `value` is read too often for a property
         self.reference, self.value = reference, reference.value
         self.fingerprint = fingerprint(tensor)
         self.version = tensor._version
-        # which operation of autograd's saved it
+        # the number of the autograd operation that saved it
         self.sequence = sequence_number()
         self.has_history, self.was_result = roles_of(tensor, self.sequence)
-        # of a result autograd has the memory, whatever the tensor is given
+        # autograd holds the memory of a result, even if the tensor is given other memory
         self.original: Callable[[], Tensor | None]
         if self.was_result:
             self.original = weakref.ref(tensor)
         else:
             self.original = original_of(tensor, tensor.untyped_storage())
-        # shares the version of the tensor, once that is written; and where it is
-        self.counter: Tensor | None = None
+        # once the tensor is written: a tensor that shares its version counter; and its geometry
+        self.version_counter: Tensor | None = None
         self.view: View | None = None
-        # of a view what it is one of, which has the same version
+        # the base of a view, which shares its version counter
         self.base: Callable[[], Tensor | None] = gone
         if (base := tensor._base) is not None:
             self.base = weakref.ref(base)
             self.view = reference if type(reference) is View else View(tensor)
         self.is_written = False
-        self.is_copy = False  # what was saved is a value that a replay inside of the forward made
-        self.tensor: Tensor | None = None
-        self.filled = 0  # the version of that
-        self.kept: External | None = None
+        self.is_copy = False  # its value was recomputed by a replay inside of the forward
+        self.tensor: Tensor | None = None  # the replayed tensor
+        self.replayed_version = 0
+        self.external: External | None = None  # set if the tensor is kept after all
 
     @property
     def is_result(self) -> bool:
-        """Whether the operation that made the tensor saved it; asked while the tensor is held."""
+        """Whether the operation that made the tensor saved it; known while the tensor exists."""
         original = self.original()
-        # of a view whose base was written since, which cannot be opened, autograd makes the history
-        # anew when it is asked for: a node that comes earlier in the backward, or an error
+        # asking for the history of a view whose base was written since, which cannot be opened,
+        # makes autograd regenerate it: a node that comes earlier in the backward, or an error
         if original is None or original._version != self.version:
             return False
         made_by = original.grad_fn
@@ -167,28 +167,28 @@ class Handle:
         return base is None or hasattr(made_by, "apply") or _is_just_written(base, made_by)
 
     def keep_if_replaced(self, tensor: Tensor) -> None:
-        """Keeps the tensor if it is this one, which has been given other memory.
+        """Keeps the tensor if it is this one, whose memory the program has replaced.
 
-        Of an operation's argument autograd has the tensor itself, and in its backward the numbers
-        that are there then; of its result the memory.
+        Autograd holds an operation's argument itself, so that its backward reads the numbers that
+        are there then; it holds the memory of a result.
         """
         if self.original() is tensor and not self.is_result:
             self.keep()
 
     def keep(self) -> None:
-        """Keeps the tensor after all, which is there: it is about to be read."""
+        """Keeps the tensor after all, which still exists."""
         original = self.original()
         if original is None:
             original = self._as_of_base()
         assert original is not None, "the reader holds the tensor"
-        self.kept = kept = external_of(original)
-        # since which autograd minds a write
-        kept.version = self.version
-        kept.has_history, kept.is_result = self.has_history, self.was_result
-        self.segment.recording.storages.hold(kept)
+        self.external = external = external_of(original)
+        # autograd refuses writes since then
+        external.version = self.version
+        external.has_history, external.is_result = self.has_history, self.was_result
+        self.segment.recording.storages.hold(external)
 
     def _as_of_base(self) -> Tensor | None:
-        """Returns the view that it was, of a base that is still held."""
+        """Returns the saved view made again from its base, if that still exists."""
         base = self.base()
         if base is None or self.view is None:
             return None
@@ -196,49 +196,49 @@ class Handle:
             return self.view.on(detached(base))
 
     def move_to(self, segment: Segment) -> None:
-        """Makes it one of another segment of the same recording."""
+        """Moves this handle to another segment of the same recording."""
         self.segment = segment
         segment.handles.append(weakref.ref(self))
 
     def before_write(self) -> None:
         """Called before a recorded kernel writes the storage of the tensor."""
         original = self.original()
-        there = self.base() if original is None else original
+        alias = self.base() if original is None else original
         if self.is_copy:
-            # in the baseline it is the memory that is written
+            # in the baseline the saved tensor has this memory
             self.is_written = True
-        elif there is None:
-            # it has no holder any more, but what it was detached to may have its version
-            self.is_written = self.counter is None
-        elif self.counter is None and type(there) is not FakeTensor:
-            self.counter = counter_of(there)
+        elif alias is None:
+            # the tensor is freed, but a detached one may have its version counter
+            self.is_written = self.version_counter is None
+        elif self.version_counter is None and type(alias) is not FakeTensor:
+            self.version_counter = version_counter_of(alias)
             if original is not None:
                 self.view = View(original)
             elif type(self.fingerprint) is bytes:
-                # after this nothing tells whether code that torch does not see wrote it before
+                # the last chance to notice an earlier write by code that torch does not see
                 view = self._as_of_base()
                 self.is_written = view is not None and self.fingerprint != read(view)
 
     def mark_external(self, storage: UntypedStorage) -> None:
         """Called before the storage of the tensor is written unrecorded: the tensor is kept."""
         original = self.original()
-        there = self.base() if original is None else original
+        alias = self.base() if original is None else original
         # `Tensor.data` may have given it other memory
-        if there is not None and storage_of(there) is storage:
+        if alias is not None and storage_of(alias) is storage:
             self.keep()
         else:
             self.is_written = True
 
     def look_for_writes(self) -> None:
-        """Looks at the end of the forward whether the tensor was written after it was saved."""
+        """Checks at the end of the forward whether the tensor was written after it was saved."""
         original = self.original()
         if original is not None:
             storages = self.segment.recording.storages
             storages.look_for_replaced(original, storages.value_of(original))
-            if self.kept is not None:
+            if self.external is not None:
                 return
             self.before_write()
-            # a write that counts is refused where this one is opened, and only there
+            # a write that counts a version is refused only when a backward opens this handle
             is_there = storage_of(original) is self.value.home()
             if self.fingerprint is not None and original._version == self.version and is_there:
                 # code that torch does not see may have written it since
@@ -246,7 +246,11 @@ class Handle:
         elif not (type(self.original) is Original and self.original.is_replaced):
             self.original = gone
         reference, value = self.reference, self.value
-        if value.after is None or self.counter is None or self.counter._version != self.version:
+        if (
+            value.after is None
+            or self.version_counter is None
+            or self.version_counter._version != self.version
+        ):
             return
         while value.after is not None:
             value = value.after
@@ -255,11 +259,11 @@ class Handle:
         view.value = self.value = value
         self.reference, self.fingerprint = view, None
 
-    def fill(self) -> SampleComparison | None:
-        """Takes the tensor out of a replay; returns what is left to compare, on its device."""
+    def take_replayed(self) -> SampleComparison | None:
+        """Takes the tensor out of a replay; returns a comparison that its device is yet to make."""
         reference, tensor = self.reference, self.value.replayed
         assert tensor is not None, "a replay makes what its handles want"
-        # autograd gives it its history again; before that a view of it has none
+        # autograd restores its history; until then a view of it has none
         if tensor.requires_grad:
             tensor.requires_grad_(False)
         if type(reference) is View:
@@ -270,22 +274,22 @@ class Handle:
         elif before is not None and before != read(tensor):
             raise RecomputeError(f"a replayed tensor {self._described(tensor)} {OTHER_NUMBERS}")
         self.tensor = tensor = self._as_it_is(tensor)
-        self.filled = tensor._version
+        self.replayed_version = tensor._version
         return compared
 
     def _described(self, tensor: Tensor) -> TensorDescription:
-        """Says what a replayed tensor is, for the error if it has other numbers."""
+        """Describes a replayed tensor for the error that it has other numbers."""
         value = self.value
         kernels = self.segment.recording.kernels
-        function = next(one.function for one in kernels if one.index == value.made_at)
-        # one with keys holds another
+        function = next(kernel.function for kernel in kernels if kernel.index == value.made_at)
+        # a KernelWithKeys holds the kernel itself
         operator = name_of_kernel(getattr(function, "kernel", function))
         return TensorDescription(operator, tuple(tensor.shape), tensor.dtype, tensor.device)
 
     def _as_it_is(self, replayed: Tensor) -> Tensor:
-        """Returns the tensor itself where it is held: what torch does not see may write it.
+        """Returns the original tensor if it exists: code that torch does not see may write it.
 
-        Where its memory alone is held and other numbers are there now, it cannot be opened.
+        If only its memory still exists and holds other numbers now, the handle cannot be opened.
         """
         original, home = self.original(), self.value.home()
         if original is not None:
@@ -299,10 +303,10 @@ class Handle:
 
 
 def _is_just_written(base: Tensor, made_by: Node) -> bool:
-    """Returns whether the history of a view was made anew since an operation wrote the view.
+    """Returns whether a view's history was regenerated because an operation wrote the view.
 
-    Not as that of an argument whose base was written: between what wrote the base and the first
-    autograd node of that history is the operation then that reads the view.
+    An argument whose base was written has one, too; then the operation that reads the view comes
+    between the one that wrote the base and the first autograd node of the history.
     """
     written_by, behind = base.grad_fn, made_by.next_functions
     while written_by is not None and behind and behind[0][0] is not None:
@@ -319,16 +323,16 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty((), dtype=dtype, device=device)
 
 
-def counter_of(tensor: Tensor) -> Tensor:
+def version_counter_of(tensor: Tensor) -> Tensor:
     """Returns a tensor without memory of its own that shares the version counter of this one."""
-    counter = detached(tensor)
+    version_counter = detached(tensor)
     with DisableTorchDispatch():
-        counter.data = _nothing(tensor.dtype, tensor.device).expand(tensor.shape)
-    return counter
+        version_counter.data = _nothing(tensor.dtype, tensor.device).expand(tensor.shape)
+    return version_counter
 
 
 class BlockListener(Protocol):
-    """What opens and closes segments between kernels (`kernel_segments.Conductor`)."""
+    """Opens and closes segments between kernels (`kernel_segments.Conductor`)."""
 
     def enter(self, block: str) -> None:
         """Called before a block of the model runs."""
@@ -338,20 +342,20 @@ class BlockListener(Protocol):
 
 
 class Thread(threading.local):
-    """What is under way on this thread."""
+    """The engine's state on this thread."""
 
     segment: Segment | None = None
     conductor: BlockListener | None = None
     replaying = False
-    # zoo's hooks for saved tensors, while a program disables all
+    # zoo's saved-tensor hooks, while a program disables all such hooks
     paused: tuple[tuple[Pack, Unpack], ...] = ()
     # returns the source location of the code that runs now
     observer: Callable[[], object] | None = None
     origin: object = None  # where the kernel that is replayed now was called
-    # the backward that opened segments here last, and which they are
+    # the latest backward on this thread that opened segments, and these segments
     backward = -1
     opened: list[weakref.ref[Segment]]
-    # the backward inside of a forward that was last here, and the first operation that it runs
+    # the latest backward inside of a forward, and the first operation that it runs
     inside = (-1, 0)
 
 

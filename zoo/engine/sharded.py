@@ -4,9 +4,9 @@
     replay     whole parameters from the shards, kernels again, storage freed
     backward   whole parameters from the shards, gradients, storage freed
 
-They lie in the same storage each time. Mostly FSDP2's own hook has gathered them when a backward
-opens a segment. It has not where the segment goes beyond the sharded module and the backward begins
-behind that. The older FullyShardedDataParallel makes other tensors each time; theirs are kept.
+They use the same storage each time. Usually FSDP2's own hook has gathered them before a backward
+opens a segment; not if the segment extends beyond the sharded module and the backward begins behind
+that. The older FullyShardedDataParallel makes new tensors each time; theirs are kept.
 """
 
 import sys
@@ -19,9 +19,9 @@ from zoo.engine.tensor_state import storage_of
 
 
 def freed_modules(tensors: Iterable[Tensor]) -> list[Any]:
-    """Returns the modules of FSDP2 that have freed one of these tensors, in their order.
+    """Returns the FSDP2 modules that have freed one of these tensors, in order.
 
-    `unshard` of each gathers what it has freed, `reshard` frees it again.
+    `unshard` of a module gathers its parameters, `reshard` frees them again.
     """
     states: Any = sys.modules.get("torch.distributed._composable_state")
     if states is None:
@@ -45,9 +45,9 @@ def whole_storages() -> dict[int, Any]:
 
 def _whole_parameters(module: Any) -> Iterator[tuple[Tensor, Tensor]]:
     state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-    # torch 2.14 has several groups a module, before there was one
-    one = getattr(state, "_fsdp_param_group", None)
-    for group in getattr(state, "_fsdp_param_groups", None) or [one]:
+    # a module has several groups in torch 2.14, one before
+    single = getattr(state, "_fsdp_param_group", None)
+    for group in getattr(state, "_fsdp_param_groups", None) or [single]:
         for parameter in getattr(group, "fsdp_params", ()):
             if hasattr(parameter, "_unsharded_param"):
                 whole = parameter._unsharded_param
@@ -55,7 +55,7 @@ def _whole_parameters(module: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def is_spread(tensor: Tensor) -> bool:
-    """Returns whether a tensor is spread over processes (DTensor)."""
+    """Returns whether a tensor is distributed over processes (DTensor)."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

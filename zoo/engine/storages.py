@@ -1,12 +1,11 @@
-"""The ledger of storages: what the memory of each tensor is at this point of a recording.
+"""The ledger of storages: where the content of each comes from at a point of a recording.
 
     Value       a recorded kernel left it; each write makes the next value of the storage
-    External    no recorded kernel did: a parameter, an input, what foreign code or a kernel that
-                cannot be replayed wrote, a result of another process
+    External    no recorded kernel did: a parameter, an input, a write by foreign code or by a
+                kernel that cannot be replayed, a result of another process
 
-An external tensor is held by reference, with the version that it had; a copy is taken before a
-kernel writes over what a replay may read. So what cannot be known costs memory and never changes a
-number.
+An external tensor is held by reference, with its version; it is copied before a kernel overwrites
+memory that a replay may read. So what the ledger cannot know costs memory, never a wrong number.
 """
 
 import ctypes
@@ -33,21 +32,21 @@ from zoo.engine.tensor_state import (
 )
 from zoo.engine.unseen_writes import bytes_of, read_storage, sample
 
-# bytes of a tensor without history that is copied when it is read: a program may change it between
-# forward and backward, where the baseline does not mind
+# the most bytes of a tensor without history that is copied when read: a program may change it
+# between forward and backward, which the baseline allows
 SMALL = 1 << 14
 
 
 class Storages:
-    """What each storage is that the kernels of an open recording met.
+    """The value or external tensor in each storage that the kernels of an open recording used.
 
     Attributes:
         is_open: whether the forward that is recorded still runs.
-        is_replayed: whether a replay came while it ran.
-        latest: by its id, what a storage is: a value, or the latest external tensor of it.
+        is_replayed: whether there was a replay while it ran.
+        latest: a storage's value, or the latest external tensor of it, by the storage's id.
         externals: the external tensors.
-        current: those that are as they were read, by the ids of the program's tensors.
-        saved: values of tensors that autograd saved, by the ids of these.
+        current: those that are unchanged since they were read, by the ids of the program's tensors.
+        saved: values of the tensors that autograd saved, by the ids of these.
     """
 
     def __init__(self) -> None:
@@ -59,7 +58,7 @@ class Storages:
         self.saved: dict[int, Value] = {}
 
     def find(self, storage: UntypedStorage | None) -> Value | External | None:
-        """Returns what a storage is now; None for one that no kernel met."""
+        """Returns the present value or external tensor of a storage; None if it is unknown."""
         latest = self.latest.get(id(storage))
         # another storage may have come to lie where one was freed
         return latest if latest is not None and latest.home() is storage else None
@@ -74,24 +73,24 @@ class Storages:
         try:
             storage, version = tensor.untyped_storage(), tensor._version
         except (NotImplementedError, RuntimeError):
-            # none has a version that was made in inference mode
+            # tensors made in inference mode have no version
             return self._refer_external(tensor, None, None)
         latest = self.latest.get(id(storage))
         # another storage may have come to lie where one was freed
         if latest is None or latest.home() is not storage:
             latest = None
         elif isinstance(latest, Value):
-            # fast path: one version counter for the storage, and no write that no mode saw
+            # fast path: one version counter for the storage, and no write that the recorder missed
             if (
-                latest.counter == version
+                latest.version == version
                 and latest.separate is None
                 and not latest.is_empty
                 and ((blank := latest.blank) is None or (blank and blank == read_storage(storage)))
             ):
-                if latest.trains is tensor.requires_grad and latest.base() is tensor:
+                if latest.requires_grad is tensor.requires_grad and latest.base() is tensor:
                     return latest
-                if id(tensor) not in self.saved and (made := latest.refer(tensor)) is not None:
-                    return made
+                if id(tensor) not in self.saved and (reference := latest.refer(tensor)) is not None:
+                    return reference
             return self._refer_value(tensor, storage, latest)
         elif (
             (latest.tensor is tensor or latest.is_of(tensor))
@@ -112,9 +111,9 @@ class Storages:
                 self.look_for_replaced(tensor, value)
             reference = value.refer(tensor)
             return self._refer_external(tensor, None, None) if reference is None else reference
-        # written by code that no mode sees, so known only as it is now
+        # written by code that no mode sees, so external from now on
         if value.handles() and value.has_version(tensor):
-            # autograd, which saved it, has what was written
+            # a saved tensor in the baseline has what was written, too
             self.mark_external(tensor)
         return self._refer_external(tensor, storage, None)
 
@@ -138,7 +137,7 @@ class Storages:
             if tensor.is_inference():
                 # autograd never saves it and no recorded kernel reads it
                 return External(tensor)
-            # a fake one has no numbers that could change
+            # a fake tensor has no numbers that could change
             parts = [] if isinstance(tensor, FakeTensor) else parts_of(tensor)
         external = (
             SparseExternal(tensor, [*map(self._refer_part, parts)])
@@ -154,7 +153,7 @@ class Storages:
         return external
 
     def _refer_part(self, tensor: Tensor) -> External:
-        """Returns what stands for a part of a sparse tensor, whose storage may be another's."""
+        """Returns the external tensor for a part of a sparse tensor; its storage may be shared."""
         storage = tensor.untyped_storage()
         latest = self.find(storage)
         external = External(
@@ -169,9 +168,9 @@ class Storages:
         return external
 
     def still_there(self, value: Value) -> Tensor | None:
-        """Returns a tensor that has a value still; None where none is known or it was written.
+        """Returns a tensor that still has a value; None if there is none, or it was written.
 
-        What would be recorded as a read of the value may be read in its place.
+        A replay may read it instead of recomputing the value.
         """
         home = value.home()
         if home is None or self.find(home) is not value or not value.is_untouched(home):
@@ -191,8 +190,8 @@ class Storages:
     def target(self, tensor: Tensor, effects: Effects) -> Value | None:
         """Returns the value that a kernel is about to write; None for an external tensor.
 
-        Code that no mode sees may have written into memory that is made to be written. Where that
-        cannot be looked at, a kernel that reads memory without content says so.
+        Code that no mode sees may have written into memory that was allocated to be written. If
+        that memory cannot be sampled, a kernel that reads it uninitialized is the sign.
         """
         storage = storage_of(tensor)
         value = self.find(storage)
@@ -213,32 +212,29 @@ class Storages:
         return None
 
     def written(self, before: Value, tensor: Tensor, kernel: int) -> Value:
-        """Returns the next version of a storage, of which a kernel wrote a tensor."""
+        """Returns the next value of a storage, after a kernel wrote a tensor in it."""
         storage, holder = tensor.untyped_storage(), before.holder(tensor)
-        value = Value(kernel, storage, tensor, None if holder is before else before.counter)
+        value = Value(kernel, storage, tensor, None if holder is before else before.version)
         if holder is not before:
-            holder.counter = None
+            holder.version = None
         is_part = tensor.nbytes < storage.nbytes()
         if before.blank and (is_part or not (before.is_empty or tensor.requires_grad)):
-            # the rest may yet be written by code that no mode sees, or all that has no gradient
+            # code that no mode sees may yet write the rest, or a tensor without gradient
             value.blank = sample(storage)
         value.before, value.separate = weakref.ref(before), before.separate
         before.after = self.latest[id(storage)] = value
         return value
 
     def reshape(self, value: Value, tensor: Tensor) -> None:
-        """Called before a tensor gets another geometry, which leaves what is in memory.
-
-        Autograd counts a version after the kernel, as for one that writes.
-        """
+        """Called before a tensor gets another geometry in its memory, which counts a version."""
         for handle in value.handles():
             handle.before_write()
         if value.has_version(tensor):
-            value.holder(tensor).counter = None
+            value.holder(tensor).version = None
         value.base = gone
 
     def mark_external(self, tensor: Tensor) -> None:
-        """Marks a storage that a recorded kernel made as external; what is saved of it is kept."""
+        """Marks a storage that a recorded kernel made as external; saved tensors of it are kept."""
         storage = storage_of(tensor)
         value = self.find(storage)
         if storage is None or not isinstance(value, Value):
@@ -251,14 +247,14 @@ class Storages:
             value = None if value.before is None else value.before()
 
     def forget(self, tensor: Tensor) -> None:
-        """Leaves open what a storage is, until its next kernel: external then."""
+        """Forgets a storage, whose content is external from its next kernel on."""
         self.latest.pop(id(storage_of(tensor)), None)
 
     def before_read(self, external: External) -> None:
         """Called before a kernel first reads an external tensor, which is copied if it is small."""
         external.is_read = True
         tensor = external.tensor
-        # what is computed with a weight has a gradient, and is compared when it is replayed
+        # no sample of a weight: results that need a gradient are compared when replayed
         if type(tensor) is not Parameter or not (tensor.requires_grad and torch.is_grad_enabled()):
             external.sample = bytes_of(tensor)
         if not tensor.requires_grad and is_small(tensor):
@@ -288,7 +284,7 @@ class Storages:
             self.mark_external(tensor)
         if type(latest) is not External:
             return
-        # mostly there is one, and no kernel read it
+        # fast path: a single external tensor, which no kernel read
         if latest.is_read or latest.earlier is not None:
             hold_readers(earlier_of(latest), storage, tensor)
         for reader in earlier_of(latest):
@@ -297,21 +293,21 @@ class Storages:
         self.forget(tensor)
 
     def look_for_replaced(self, tensor: Tensor, value: Value | None) -> None:
-        """Keeps what autograd saved of a tensor that `Tensor.data` has given other memory since."""
-        saved = known = self.saved.get(id(tensor))
-        while known is not None and known is not value:
-            known = known.after
-        if saved is None or known is not None:
+        """Keeps saved tensors of a tensor to which `Tensor.data` has given other memory since."""
+        saved = later = self.saved.get(id(tensor))
+        while later is not None and later is not value:
+            later = later.after
+        if saved is None or later is not None:
             return
         for handle in saved.handles():
             handle.keep_if_replaced(tensor)
 
     def note_result(
-        self, tensor: PyTree, kernel: int, effects: Effects, trains: bool
+        self, tensor: PyTree, kernel: int, effects: Effects, requires_grad: bool
     ) -> Value | None:
         """Returns the value of a result; None for one that no replay makes, or no new storage.
 
-        `trains` says whether a gradient may flow through the kernel, whose index is given.
+        `kernel` is its index; `requires_grad`: a gradient may flow through it.
         """
         try:
             storage, version = tensor.untyped_storage(), tensor._version
@@ -332,21 +328,21 @@ class Storages:
             tensor.is_cpu
             and type(tensor) is not FakeTensor
             and not tensor._is_zerotensor()
-            and not (trains and (tensor.is_floating_point() or tensor.is_complex()))
+            and not (requires_grad and (tensor.is_floating_point() or tensor.is_complex()))
         ):
-            # NumPy and DLPack give it away as it is
+            # NumPy and DLPack may share this memory
             value.blank = read_storage(storage) or None
         return value
 
     def begin_replay(self) -> None:
-        """Called at a replay inside of the forward, whose graphs are gone before that ends."""
+        """Called at a replay inside of the forward, whose graph does not outlive the forward."""
         if not self.is_replayed:
             self.is_replayed = True
             for external in self.externals:
                 external.detach_graph(detached)
 
     def note_copy(self, value: Value, tensor: Tensor) -> None:
-        """Marks what a replay has made of a value: reads of it count as reads of the value."""
+        """Notes a replayed tensor of a value: reads of it are recorded as reads of the value."""
         storage = tensor.untyped_storage()
         if self.find(storage) is None:
             self.latest[id(storage)] = ReplayedCopy(value, storage, tensor)
@@ -356,18 +352,18 @@ class Storages:
         if (value := self.value_of(tensor)) is not None:
             value.share(None)
             if value.blank is None and tensor.is_cpu and type(tensor) is not FakeTensor:
-                # which gives it to NumPy and DLPack
+                # a detached tensor may be shared with NumPy and DLPack
                 value.blank = sample(tensor.untyped_storage()) or None
 
     def hold(self, external: External) -> None:
-        """Holds the very tensor while the recording is open: it may get other memory yet."""
+        """Holds the tensor itself while the recording is open: it may yet get other memory."""
         if self.is_open:
             self.externals.append(external)
         else:
             external.detach_graph(detached)
 
     def close(self) -> None:
-        """Ends the recording; only what its kernels and handles refer to is kept."""
+        """Ends the recording; only references of kernels and handles remain."""
         self.is_open = False
         detach = detach_here()
         for external in self.externals:
@@ -384,13 +380,13 @@ def earlier_of(external: External | None) -> Iterator[External]:
 
 
 def hold_readers(readers: Iterable[External], storage: UntypedStorage, tensor: Tensor) -> None:
-    """Gives those that a kernel read a copy of their storage, which is about to be written."""
+    """Gives external tensors that a kernel read a copy of their storage, before it is written."""
     copy = None
     for reader in readers:
         reader.look_for_other_memory()
         if reader.copy is storage:
             reader.copy = copy = _copied(storage, tensor) if copy is None else copy
-        # one that code which no mode sees wrote since is not as it was read
+        # code that no mode sees may have written it since
         is_still_there = reader.version == version_of(reader.tensor) and reader.is_as_read()
         # `Tensor.data` may have given it other memory
         is_still_there &= storage_of(reader.tensor) is storage
@@ -400,20 +396,20 @@ def hold_readers(readers: Iterable[External], storage: UntypedStorage, tensor: T
 
 
 def is_small(tensor: Tensor) -> bool:
-    """Returns whether a storage is worth a copy, to be safe from a program that changes it."""
+    """Returns whether a tensor's storage is copied in case the program changes it."""
     if _is_parameter(tensor) or _is_parameter(tensor._base):
         return False
     return is_plain(tensor) and bool(tensor.untyped_storage().nbytes() <= SMALL)
 
 
 def _is_parameter(tensor: Tensor | None) -> bool:
-    # asked for this class, `isinstance` runs Python
+    # `isinstance` with this class runs Python
     return tensor is not None and type(tensor) is not Tensor and isinstance(tensor, Parameter)
 
 
 def _copied(storage: UntypedStorage, tensor: Tensor) -> UntypedStorage:
     if isinstance(tensor, FakeTensor):
-        # it has no numbers that could change
+        # a fake tensor has no numbers that could change
         return storage
     if not tensor.is_cpu:
         with DisableTorchDispatch():

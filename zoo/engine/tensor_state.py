@@ -1,4 +1,4 @@
-"""What a tensor is: storage, geometry, version, history; and errors where that changed since."""
+"""A tensor's storage, geometry, version and history; and errors if a saved tensor's changed."""
 
 import ctypes
 import functools
@@ -30,11 +30,11 @@ from zoo._torch import (
 from zoo.errors import RecomputeError
 
 T = TypeVar("T")
-# tensors whose storage is their own; any other kind is taken apart by its own dispatch
+# classes with a storage of their own; wrapper subclasses are flattened by their own dispatch
 PLAIN: set[type] = {Tensor, Parameter, FakeTensor}
-# as a weak reference to a tensor or storage that is gone: returns None
+# stands for a dead weak reference to a tensor or storage: returns None
 gone: Callable[[], None] = type(None)
-# what a thread's dispatch is outside of all modes
+# the dispatch keys of a thread outside of all modes
 _KEYS = DispatchKey
 _INCLUDED = DispatchKeySet(_KEYS.BackendSelect) | DispatchKeySet(_KEYS.ADInplaceOrView)
 _EXCLUDED = functools.reduce(
@@ -44,12 +44,12 @@ _EXCLUDED = functools.reduce(
 
 
 def alive(references: Iterable[Callable[[], T | None]]) -> list[T]:
-    """Returns what weak references still refer to."""
-    return [held for reference in references if (held := reference()) is not None]
+    """Returns the live targets of weak references."""
+    return [target for reference in references if (target := reference()) is not None]
 
 
 def has_own_storage(kind: type) -> bool:
-    """Returns whether tensors of a class are no wrappers, which their own dispatch takes apart."""
+    """Returns whether a class is no wrapper subclass, so that its tensors have a storage."""
     if kind in PLAIN:
         return True
     if kind.__torch_dispatch__ is not disabled_torch_dispatch:  # type: ignore[attr-defined]
@@ -59,7 +59,7 @@ def has_own_storage(kind: type) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Returns whether a tensor is sizes, strides and an offset in its storage, and nothing more."""
+    """Returns whether sizes, strides and an offset in its storage are all that a tensor is."""
     return (
         has_own_storage(type(tensor))
         and tensor.layout is torch.strided
@@ -91,7 +91,7 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 def take_apart(tensor: object) -> tuple[Kwargs, Callable[[Kwargs], PyTree]]:
-    """Returns the parts of a wrapper, none of any other tensor, and what makes it of such parts."""
+    """Returns the parts of a wrapper, none of any other tensor, and a function that rebuilds it."""
     if not is_traceable_wrapper_subclass(tensor):
         return {}, lambda _: tensor
     names, context = tensor.__tensor_flatten__()
@@ -101,7 +101,7 @@ def take_apart(tensor: object) -> tuple[Kwargs, Callable[[Kwargs], PyTree]]:
 
 
 def parts_of_wrapper(tensor: object) -> list[Tensor]:
-    """Returns the tensors that a wrapper, whose own dispatch takes it apart, consists of."""
+    """Returns the tensors that a wrapper subclass consists of."""
     parts, _ = take_apart(tensor)
     return [part for part in parts.values() if isinstance(part, Tensor)]
 
@@ -118,14 +118,14 @@ class Geometry:
         self.conjugate = self.dtype.is_complex and tensor.is_conj()
 
     def on(self, base: Tensor) -> Tensor:
-        """Returns the tensor of this geometry on the storage of another."""
+        """Returns a tensor of this geometry on the storage of another tensor."""
         is_lazy = self.negative or base.is_neg() or self.dtype.is_complex
         if base.dtype is self.dtype and not (is_lazy or base.is_nested):
             return base.as_strided(self.sizes, self.strides, self.offset)
         return self.of_storage(base.untyped_storage(), base.device)
 
     def of_storage(self, storage: UntypedStorage, device: torch.device) -> Tensor:
-        """Returns the tensor of this geometry on a storage."""
+        """Returns a tensor of this geometry on a storage."""
         view = torch.empty(0, dtype=self.dtype, device=device)
         view.set_(storage, self.offset, self.sizes, self.strides)
         if self.conjugate:
@@ -134,34 +134,34 @@ class Geometry:
 
 
 class Original(weakref.ref[Tensor]):
-    """A weak reference to a tensor of the program, which may be given other memory and dropped.
+    """A weak reference to a tensor of the program, which may be given other memory before it dies.
 
-    `Tensor.data = other` calls no operator and counts no version, and autograd, which has the very
-    tensor of an operation's argument, reads the other memory. When the tensor goes, the address of
-    its storage is copied out of it. That is done in C, since an interrupt is lost that comes while
-    Python is called for a weak reference.
+    `Tensor.data = other` calls no operator and counts no version, and autograd, which holds an
+    operation's argument itself, reads the other memory. When the tensor dies, the address of its
+    storage is copied out of it: in C, since an interrupt during a weak reference's Python callback
+    is lost.
     """
 
     __slots__ = ("home", "storage")
-    # how the reference, with which it is called, says to `memmove` how much to copy
+    # the number of bytes to copy: the callback passes the reference to `memmove` as its size
     _as_parameter_ = ctypes.sizeof(ctypes.c_size_t)
-    home: int  # the address of the storage that it had
-    storage: ctypes.c_size_t  # and of the last one
+    home: int  # the address of its storage when the reference was made
+    storage: ctypes.c_size_t  # the address of its last storage
 
     @property
     def is_replaced(self) -> bool:
-        """Whether the tensor is gone and had other memory."""
+        """Whether the tensor is dead and had other memory at the end."""
         return self.storage.value != self.home
 
 
-# as `ctypes.memmove`, but that lets other threads of Python run meanwhile, which takes longer
+# `ctypes.memmove` releases the GIL, which takes longer
 _move = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ctypes.cast(ctypes.memmove, ctypes.c_void_p).value  # type: ignore[arg-type]
 )
 
 
 def original_of(tensor: Tensor, storage: UntypedStorage) -> Original:
-    """Returns a reference to a tensor whose storage this is."""
+    """Returns a reference to a tensor with this storage."""
     home = storage._cdata
     last = ctypes.c_size_t(home)
     pointer = tensor._cdata + OFFSET_OF_STORAGE_POINTER
@@ -171,15 +171,15 @@ def original_of(tensor: Tensor, storage: UntypedStorage) -> Original:
 
 
 def detach_here() -> Callable[[Tensor], Tensor]:
-    """Returns what does here as `detached` does."""
+    """Returns the cheapest function that does what `detached` does at this point."""
     is_below = is_key_excluded(_KEYS.ADInplaceOrView)
     return detached if is_below or count_dispatch_modes() else Tensor.detach
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """Returns a tensor without its graph that shares its version, wherever this is called.
+    """Returns a tensor without its graph that shares its version counter, wherever this is called.
 
-    Below autograd, where dispatch modes are, `Tensor.detach` gives the result a version of its own.
+    Below autograd, as in dispatch modes, `Tensor.detach` gives the result a counter of its own.
     """
     if detach_here() is not detached:
         return tensor.detach()
@@ -191,17 +191,17 @@ def detached(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """Returns a tensor of the same memory with a version of its own, which no mode sees."""
+    """Returns a tensor of the same memory with a version counter of its own; no mode sees this."""
     if not count_dispatch_modes():
         return tensor.data
     with DisableTorchDispatch():
         return tensor.data
 
 
-def counted(wrapper: Tensor) -> tuple[Tensor, int] | None:
-    """Returns what shares the version of a wrapper, whose parts count no writes, and the version.
+def version_check_of(wrapper: Tensor) -> tuple[Tensor, int] | None:
+    """Returns the arguments of `check_version` for a wrapper, whose parts count no writes.
 
-    None for one without numbers, which is not always possible to detach.
+    None on the meta device, where a wrapper cannot always be detached.
     """
     is_meta = wrapper.device.type == "meta"
     return None if is_meta else (detached(wrapper), version_of(wrapper))
@@ -216,11 +216,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def check_version(tensor: Tensor, version: int) -> None:
-    """Refuses a tensor that was changed in place since it had this version.
-
-    Raises:
-        RecomputeError: it was.
-    """
+    """Raises RecomputeError for a tensor that was changed in place since it had this version."""
     now = version_of(tensor)
     # a fake tensor has no numbers, and FSDP2 gives its parameters other versions
     if now != version and type(tensor) is not FakeTensor:
@@ -234,9 +230,9 @@ def check_version(tensor: Tensor, version: int) -> None:
 def roles_of(tensor: Tensor, sequence: int) -> tuple[bool, bool]:
     """Returns whether a tensor that autograd saves now is an argument with a history, or a result.
 
-    `sequence` is the number of the next operation. It is neither where it has no history. A view,
-    which cannot be detached in place, and asked for its history may make it anew, is a result where
-    the operation has written it: what it is a view of has got its history just before it.
+    Without a history it is neither. `sequence` is the number of the next operation. A view, whose
+    history is not asked for since autograd may regenerate it then, is a result if the operation
+    has written it: its base got its history just before.
     """
     if not tensor.requires_grad:
         return False, False
@@ -251,10 +247,9 @@ def roles_of(tensor: Tensor, sequence: int) -> tuple[bool, bool]:
 
 
 def check_history(tensor: Tensor | None) -> None:
-    """Refuses a saved tensor that had a history and is detached, where it is still held.
+    """Raises RecomputeError if a saved tensor with a history was detached in place since.
 
-    Raises:
-        RecomputeError: it is, which autograd refuses in the baseline, too.
+    Autograd refuses that in the baseline, too.
     """
     if tensor is not None and not tensor.requires_grad:
         raise RecomputeError(

@@ -28,7 +28,7 @@ from zoo.planner.plan import Plan
 from zoo.planner.schemes import NAMES
 
 Kind = Literal["baseline", "checkpointed", "optimizer_in_backward", "timing", "baseline_again"]
-# those that each model has
+# the cells of each model
 KINDS: Sequence[Kind] = ("baseline", "checkpointed", "optimizer_in_backward", "timing")
 
 

@@ -61,10 +61,10 @@ def _check_device(value: str) -> str:
     try:
         torch.device(value, 0)
     except RuntimeError:
-        known = dict.fromkeys(("cpu", accelerator() or "cuda", "cuda", "xpu", "mps"))
+        devices = dict.fromkeys(("cpu", accelerator() or "cuda", "cuda", "xpu", "mps"))
         raise ConfigError(
             f"it takes cpu or a kind of device that torch knows, such as cuda; got "
-            f"{shortened(value)}.{nearest_device(value, known)}"
+            f"{shortened(value)}.{nearest_device(value, devices)}"
         ) from None
     return value
 
@@ -236,8 +236,8 @@ def read(path: Path, names: Sequence[str], override: Mapping[str, Any]) -> Confi
     run_changes = {key: value for key, value in override.items() if key in RUN_KEYS}
     if override.keys() & OTHER_EXPERIMENT:
         changes.setdefault("largest_ratio", 1.0)
-    config = _made(Config, {"name": "", "models": (), **raw}, path.name)
-    config = _made(partial(replace, config), run_changes)
+    config = _build(Config, {"name": "", "models": (), **raw}, path.name)
+    config = _build(partial(replace, config), run_changes)
     models = tuple(_model(entry, changes, config.device, path.name) for entry in entries)
     return replace(config, name=_run_name(path.stem, names, override), models=models)
 
@@ -263,9 +263,9 @@ def config_folder() -> Path:
     return inside if inside.is_dir() else package.parent / "configs"
 
 
-def _run_name(config: str, models: Sequence[str], given: Mapping[str, Any]) -> str:
+def _run_name(config: str, models: Sequence[str], changes: Mapping[str, Any]) -> str:
     """Names a run: the results of --model vnet --steps 5 go to default-vnet-steps=5."""
-    values = {key: _readings(given[key])[0] for key in sorted(given) if key not in HOW_NOT_WHAT}
+    values = {key: _readings(changes[key])[0] for key in sorted(changes) if key not in HOW_NOT_WHAT}
     whole = "-".join([config, *models, *(f"{key}={value}" for key, value in values.items())])
     readable = re.sub(r"[^\w.=-]+", "_", whole)
     if readable == whole and len(whole) <= 100:
@@ -274,7 +274,7 @@ def _run_name(config: str, models: Sequence[str], given: Mapping[str, Any]) -> s
     return f"{readable[:100]}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
 
 
-def _made(make: Callable[..., T], values: Mapping[str, Any], file: str = "") -> T:
+def _build(make: Callable[..., T], values: Mapping[str, Any], file: str = "") -> T:
     """Makes a part of a config; errors name the key in the file, or the option."""
     try:
         return make(**values)
@@ -285,10 +285,10 @@ def _made(make: Callable[..., T], values: Mapping[str, Any], file: str = "") -> 
         raise ConfigError(f"{where} {fault['ctx']['error']}") from None
 
 
-def _check_keys(raw: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+def _check_keys(raw: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
     for name in raw:
-        if name not in known:
-            near = nearest(str(name), known) or f" It takes {', '.join(known)}"
+        if name not in keys:
+            near = nearest(str(name), keys) or f" It takes {', '.join(keys)}"
             raise ConfigError(f"{where} has no key {shortened(name)}.{near}")
 
 
@@ -316,13 +316,13 @@ def _model(
     where = f"{file}, {shortened_text(name)}"
     _check_name(name, where)
     _check_keys(entry, ["name", *MODEL_KEYS], where)
-    of_file = _made(ModelConfig, {"arguments": {}, **recipe(name), **entry}, where)
-    model = _made(partial(replace, of_file), changes)
+    of_file = _build(ModelConfig, {"arguments": {}, **recipe(name), **entry}, where)
+    model = _build(partial(replace, of_file), changes)
     if device != "cpu" and "batch_size" not in changes:
         model = replace(model, batch_size=model.accelerator_batch_size or model.batch_size)
-    arguments, known = {**of_file.arguments, **model.arguments}, model_arguments(name)
-    _check_keys(arguments, list(known), f"{where}, arguments")
-    if "image_size" in known:
+    arguments, parameters = {**of_file.arguments, **model.arguments}, model_arguments(name)
+    _check_keys(arguments, list(parameters), f"{where}, arguments")
+    if "image_size" in parameters:
         arguments = {"image_size": model.size, **arguments}
     return replace(model, arguments=arguments)
 

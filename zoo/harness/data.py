@@ -31,7 +31,7 @@ from torch import Generator, Tensor
 from zoo.errors import ConfigError, needed
 from zoo.harness.config import ModelConfig
 
-# what needs the packages, as an error names it
+# the subject of errors that a package is missing
 DATA = "the comparison's data"
 PIXEL_MEAN = torch.tensor((0.485, 0.456, 0.406), device="cpu").view(3, 1, 1)
 PIXEL_DEVIATION = torch.tensor((0.229, 0.224, 0.225), device="cpu").view(3, 1, 1)
@@ -69,8 +69,8 @@ def batches(
         raise ConfigError(
             f"{model.name}: the data {model.data} takes {axes} size(s); got {model.size!r}"
         )
-    found = SOURCES[model.data](model, sizes, Generator().manual_seed(seed))
-    return [batch.to(device) for batch in itertools.islice(found, count)]
+    source = SOURCES[model.data](model, sizes, Generator().manual_seed(seed))
+    return [batch.to(device) for batch in itertools.islice(source, count)]
 
 
 def _photographs(model: ModelConfig, sizes: list[int], random: Generator) -> Iterator[Batch]:

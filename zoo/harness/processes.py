@@ -57,7 +57,10 @@ WORDS = (
 )
 # with a limit also a thread whose stack does not fit, without one there were too many threads; and
 # what oneDNN says if the failing allocation is its own
-LIMITED_WORDS = (*WORDS, "resource temporarily unavailable", "could not execute a primitive")
+LIMITED_WORDS = (
+    *(*WORDS, "resource temporarily unavailable"),
+    *("could not create a primitive", "could not execute a primitive"),
+)
 # torch reads the first; versions before 2.10 know only the second
 ALLOCATOR_SETTINGS = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 _CAP = "set_per_process_memory_fraction"
@@ -137,13 +140,14 @@ def limited(size: int | None, device: str) -> Iterator[None]:
 
 
 def ran_out(error: BaseException, limit: int | None = None) -> bool:
-    """Returns whether an error, or a cause of it, means that memory ran out."""
+    """Returns whether memory ran out: by an error, its cause, or what it was raised during."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     words = WORDS if limit is None else LIMITED_WORDS
     if isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words):
         return True
-    return error.__cause__ is not None and ran_out(error.__cause__, limit)
+    earlier = error.__cause__ if error.__suppress_context__ else error.__context__
+    return earlier is not None and ran_out(earlier, limit)
 
 
 def _start_server(module: str) -> None:

@@ -141,8 +141,8 @@ class Results:
 
     def append(self, record: Record) -> None:
         """Adds a record on a line of its own, even if the last line broke off."""
-        kept = "; earlier cells are kept: make room, and the same command resumes from there"
-        named = file_errors_as(ConfigError, self.path, "written to", kept)
+        way_out = "; earlier cells are kept: make room, and the same command resumes from there"
+        named = file_errors_as(ConfigError, self.path, "written to", way_out)
         with named, self.path.open("a+b") as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
@@ -165,9 +165,9 @@ def parse(line: bytes | str) -> Record:
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         where = shortened_text(".".join(map(str, fault["loc"]))) or "it"
-        known = {"json_invalid": "it is no JSON", "missing": f"{where} is missing"}
+        messages = {"json_invalid": "it is no JSON", "missing": f"{where} is missing"}
         other = f"{where} {reason([fault], fault['input'])}"
-        raise ValueError(known.get(fault["type"], other)) from None
+        raise ValueError(messages.get(fault["type"], other)) from None
     return cast(Record, json.loads(line))
 
 
@@ -186,7 +186,7 @@ def _check(record: Any) -> None:
     # lists of indices into other lists
     numbers: dict[str, tuple[Any, Any]] = {}
     if record.step_seconds:
-        lists["step_seconds"] = [found for found in vars(record.step_seconds).values() if found]
+        lists["step_seconds"] = [times for times in vars(record.step_seconds).values() if times]
     if steps := record.steps:
         lists["steps"] = [steps.names, steps.blocks, steps.saved]
         numbers["steps.lines"] = (steps.lines or {}).values(), steps.names
@@ -195,11 +195,11 @@ def _check(record: Any) -> None:
         if places := timeline.places:
             lists["timeline"].append(places.at)
             numbers["timeline.places"] = [places.at], places.names
-    for name, found in lists.items():
-        if len(set(map(len, found))) > 1:
+    for name, columns in lists.items():
+        if len(set(map(len, columns))) > 1:
             raise ValueError(f"{name} holds lists of unequal lengths")
-    for name, (found, numbered) in numbers.items():
-        if any(number >= len(numbered) for part in found for number in part):
+    for name, (columns, numbered) in numbers.items():
+        if any(number >= len(numbered) for column in columns for number in column):
             raise ValueError(f"{name} holds an index out of range")
 
 
@@ -211,30 +211,30 @@ def comparisons(records: Iterable[Record], *, partial: bool = False) -> list[Com
     baseline trained again. If `partial`, an experiment without a checkpointed cell is a comparison,
     too.
     """
-    found: dict[tuple[str, str, str | None], Record] = {}
+    latest: dict[tuple[str, str, str | None], Record] = {}
     for record in records:
         cell, kind = record["cell"], record["kind"]
         chosen = str(cell["model"]["checkpoint"])
         plan = str(cell.get("plan") or chosen) if kind == "timing" else chosen
-        found[kind, _experiment(cell), None if kind in OF_BASELINE else plan] = record
+        latest[kind, _experiment(cell), None if kind in OF_BASELINE else plan] = record
     together = []
-    whole = {experiment for kind, experiment, _ in found if kind == "checkpointed"}
-    for (kind, experiment, option), record in found.items():
+    whole = {experiment for kind, experiment, _ in latest if kind == "checkpointed"}
+    for (kind, experiment, option), record in latest.items():
         if partial and kind not in ("checkpointed", "baseline_again") and experiment not in whole:
             model = record["cell"]["model"]
             nothing = dict.fromkeys(("baseline", "checkpointed", "timing"), NOTHING)
             together.append({"model": model, **nothing, kind: record})
         if kind == "checkpointed":
-            measured = found.get(("timing", experiment, str(record.get("plan"))))
-            third = found.get(("optimizer_in_backward", experiment, option))
-            second = found.get(("baseline_again", experiment, None))
+            measured = latest.get(("timing", experiment, str(record.get("plan"))))
+            third = latest.get(("optimizer_in_backward", experiment, option))
+            second = latest.get(("baseline_again", experiment, None))
             together.append(
                 {
                     "model": record["cell"]["model"],
-                    "baseline": found.get(("baseline", experiment, None), NOTHING),
+                    "baseline": latest.get(("baseline", experiment, None), NOTHING),
                     "checkpointed": record,
                     **({"optimizer_in_backward": third} if third else {}),
-                    "timing": measured or found.get(("timing", experiment, option), NOTHING),
+                    "timing": measured or latest.get(("timing", experiment, option), NOTHING),
                     **({"baseline_again": second} if second else {}),
                 }
             )

@@ -57,7 +57,7 @@ def run(config: Config, console: Console) -> list[Comparison]:
     results = results_of(config)
     results.prepare(fresh=config.fresh)
     records = results.read().items()
-    known = {key: record for key, record in records if record["status"] != "failed"}
+    done = {key: record for key, record in records if record["status"] != "failed"}
     cells = expand(config)
     models = [cell.model.name for entry in cells for cell in entry.values()]
     bar = Progress(
@@ -74,8 +74,8 @@ def run(config: Config, console: Console) -> list[Comparison]:
     def record_of(cell: Cell) -> Record:
         number, total = int(bar.tasks[0].completed) + 1, len(models)
         bar.update(task, description=str(cell), left=names_left(models[number:]), total=total)
-        if cell.key() in known:
-            record = known[cell.key()] | {"cached": True}
+        if cell.key() in done:
+            record = done[cell.key()] | {"cached": True}
         else:
             record = run_cell(cell, config.timeout)
             results.append(record)
@@ -88,24 +88,24 @@ def run(config: Config, console: Console) -> list[Comparison]:
     with bar:
         # the timing follows, with the plans that were measured
         new = [
-            e for e in cells if not {e["baseline"].key(), e["checkpointed"].key()} <= known.keys()
+            e for e in cells if not {e["baseline"].key(), e["checkpointed"].key()} <= done.keys()
         ]
         check_cells([entry["checkpointed"] for entry in new])
         for model, entry in zip(config.models, cells, strict=True):
-            found: Comparison = {"model": asdict(model)}
+            comparison: Comparison = {"model": asdict(model)}
             for kind, cell in entry.items():
-                plans = {} if kind != "timing" else _measured_plans(found)
-                found[kind] = record_of(replace(cell, **plans))
-            if is_unlike_baseline(found):
+                plans = {} if kind != "timing" else _measured_plans(comparison)
+                comparison[kind] = record_of(replace(cell, **plans))
+            if is_unlike_baseline(comparison):
                 models.insert(int(bar.tasks[0].completed), model.name)
-                found["baseline_again"] = record_of(again(entry["baseline"]))
-            comparisons.append(found)
+                comparison["baseline_again"] = record_of(again(entry["baseline"]))
+            comparisons.append(comparison)
     return comparisons
 
 
-def _measured_plans(found: Comparison) -> dict[str, Any]:
+def _measured_plans(comparison: Comparison) -> dict[str, Any]:
     names = {"plan": "checkpointed", "plan_in_backward": "optimizer_in_backward"}
-    return {name: found.get(kind, {}).get("plan") for name, kind in names.items()}
+    return {name: comparison.get(kind, {}).get("plan") for name, kind in names.items()}
 
 
 def check_cells(cells: Sequence[Cell]) -> None:
@@ -152,9 +152,9 @@ def _result_words(record: Record) -> str:
     times = f"a step takes {format_seconds(median(baseline))}"
     for variant, seconds in record["step_seconds"].items():
         if variant != "baseline":
-            ratios = [one / other for one, other in zip(seconds, baseline, strict=True)]
+            ratios = [own / whole for own, whole in zip(seconds, baseline, strict=True)]
             ends = quartiles(ratios)
             between = " [{:.2f}, {:.2f}]".format(*ends) if ends else ""
-            # of each round, which slows all variants alike; the ratio of medians is another number
+            # the ratios of rounds, since a slow round slows all variants alike
             times += f", {variant.replace('_', ' ')} ×{median(ratios):.2f}{between}"
     return f"{times}{took}"

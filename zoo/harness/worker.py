@@ -137,7 +137,7 @@ def _steps(training: Training, cell: Cell, batch: Batch) -> Result:
         lines: dict[str, list[int]] = {}
         for number, line in enumerate(planner.outline.lines):
             lines.setdefault(line, []).append(number)
-        found: Result = {
+        result: Result = {
             "steps": {
                 "names": planner.outline.names,
                 "blocks": planner.costs.blocks[steps],
@@ -147,8 +147,8 @@ def _steps(training: Training, cell: Cell, batch: Batch) -> Result:
         }
         if cell.frontier:
             curve = planner.frontier().summary()
-            found["frontier"] = curve | {"optimal": thinned(curve["optimal"], PLANS)}
-    return found
+            result["frontier"] = curve | {"optimal": thinned(curve["optimal"], PLANS)}
+    return result
 
 
 def _time(cell: Cell) -> Result:
@@ -207,21 +207,21 @@ def _build(cell: Cell) -> None:
         model = create(cell.model.name, **cell.model.arguments)
     # only one sample is made of images and volumes
     is_text = cell.model.data in ("text", "stream")
-    made = cell.model if is_text else replace(cell.model, batch_size=1)
-    (batch,) = batches(made, 1, seed=0, device="meta")
+    config = cell.model if is_text else replace(cell.model, batch_size=1)
+    (batch,) = batches(config, 1, seed=0, device="meta")
     if not is_text:
         tensors = (batch.inputs, batch.targets)
         batch = Batch(*(tensor.repeat_interleave(cell.model.batch_size, 0) for tensor in tensors))
-    given = Invocation(batch.arguments(cell.model.data))
+    invocation = Invocation(batch.arguments(cell.model.data))
     if isinstance(cell.checkpoint, Plan):
-        cell.checkpoint.check(len(outline_of(model, given)))
+        cell.checkpoint.check(len(outline_of(model, invocation)))
     elif type(cell.checkpoint) is int:
-        segments(outline_of(model, given).blocks, cell.checkpoint)
+        segments(outline_of(model, invocation).blocks, cell.checkpoint)
     else:
         # a model checks inputs before its first kernel; the whole forward, which takes seconds for
         # a thousand layers even on meta tensors, would find nothing more
         with contextlib.suppress(_FirstKernel), _StopsAtKernel():  # type: ignore[no-untyped-call]
-            given.on(model)
+            invocation.on(model)
 
 
 class _FirstKernel(BaseException):

@@ -46,6 +46,12 @@ def check_images(model: str, inputs: Sequence[Any], first: Any, axes: str = "NCH
     return images
 
 
+def multiples_around(size: int, divisor: int) -> str:
+    """Returns in words the multiples of a divisor between which a size lies: "32 or 48"."""
+    below = size // divisor * divisor
+    return f"{f'{below} or ' if below else ''}{below + divisor}"
+
+
 def check_norm(
     model: str, images: Tensor, norm: Any, strides: int | Sequence[int], halvings: int = 0
 ) -> None:
@@ -104,9 +110,9 @@ def check_tokens(
         _check_range(model, targets, vocabulary, ignored=IGNORED)
 
 
-def check_per_token(model: str, tokens: Tensor, **given: Tensor | None) -> None:
+def check_per_token(model: str, tokens: Tensor, **values: Tensor | None) -> None:
     """Raises InputError unless each tensor that is given has a whole number for each token."""
-    for name, value in given.items():
+    for name, value in values.items():
         if value is None:
             continue
         if not isinstance(value, Tensor) or value.shape != tokens.shape:
@@ -161,8 +167,8 @@ def _check_range(model: str, tokens: Tensor, vocabulary: int, ignored: int | Non
         return
     # a look at data, which is no kernel of the forward
     with DisableTorchDispatch():
-        known = tokens if ignored is None else tokens.where(tokens != ignored, 0)
-        low, high = (int(value) for value in known.aminmax())
+        valid = tokens if ignored is None else tokens.where(tokens != ignored, 0)
+        low, high = (int(value) for value in valid.aminmax())
     if low < 0 or high >= vocabulary:
         raise InputError(
             f"{model} has a vocabulary of {vocabulary}; got token {low if low < 0 else high}. "

@@ -32,13 +32,13 @@ class RMSNorm(nn.Module):
 
 
 class Shared(NamedTuple):
-    """What all layers of a forward read.
+    """Tensors that all layers of a forward read.
 
     Attributes:
         cos, sin: of the angles by which queries and keys are rotated, (1 or N, 1, T, head width).
         mask: whether a token reads another, (N, 1, T, T); None where it reads itself and all
             before.
-        routed: what routers of experts add their logits to, (N T, experts).
+        routed: to which routers of experts append their logits (N T, experts).
     """
 
     cos: Tensor
@@ -82,7 +82,7 @@ class Attention(nn.Module):
         query, key = (rotate(states, shared.cos, shared.sin) for states in (query, key))
         grouped = self.shared_by > 1
         if grouped and shared.mask is not None:
-            # of a mask no kernel of torch takes groups
+            # no kernel of torch takes both a mask and groups
             key, value = (
                 repeat(states, "n g t c -> n (g shared) t c", shared=self.shared_by)
                 for states in (key, value)
@@ -125,7 +125,7 @@ class MLP(nn.Module):
         return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     """Attention, then the MLP, each behind a norm: (N, T, C) -> (N, T, C)."""
 
     def __init__(self, width: int, attention: Attention, mlp: nn.Module, norm: Any) -> None:
@@ -136,10 +136,10 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
         """(N, T, C) -> (N, T, C)."""
         x = x + self.self_attn(self.input_layernorm(x), shared)
-        given = self.post_attention_layernorm(x)
+        normed = self.post_attention_layernorm(x)
         if isinstance(self.mlp, MixtureOfExperts):
-            return cast(Tensor, x + self.mlp(given, shared.routed))
-        return cast(Tensor, x + self.mlp(given))
+            return cast(Tensor, x + self.mlp(normed, shared.routed))
+        return cast(Tensor, x + self.mlp(normed))
 
 
 class Rotary(nn.Module):
@@ -156,7 +156,7 @@ class Rotary(nn.Module):
     @torch.no_grad()
     def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Positions (1 or N, T) -> cosines and sines (1 or N, 1, T, width), of x's type."""
-        # by no product of matrices, which autocast and TF32 would round
+        # no matrix product, which autocast and TF32 would round
         angles = positions[:, None, :, None].float() * self._frequencies(x.device)
         angles = torch.cat((angles, angles), -1)
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
@@ -176,7 +176,9 @@ class Rotary(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers and the last norm: tokens (N, T) -> hidden (N, T, C)."""
 
-    def __init__(self, vocabulary: int, width: int, layers: list[Layer], rotary: Rotary, norm: Any):
+    def __init__(
+        self, vocabulary: int, width: int, layers: list[DecoderLayer], rotary: Rotary, norm: Any
+    ):
         super().__init__()
         self.embed_tokens, self.layers = nn.Embedding(vocabulary, width), nn.ModuleList(layers)
         self.norm, self.rotary = norm(width), rotary
@@ -206,10 +208,10 @@ def visible_tokens(mask: Tensor | None, positions: Tensor | None) -> Tensor | No
 
     `mask` (N, T) is 0 for padding. In `positions` (N, T) a text begins where they do not rise by 1.
     """
-    given = mask if positions is None else positions
-    if given is None:
+    per_token = mask if positions is None else positions
+    if per_token is None:
         return None
-    order = torch.arange(given.shape[1], device=given.device)
+    order = torch.arange(per_token.shape[1], device=per_token.device)
     visible = (order[:, None] >= order)[None, None]
     if positions is not None:
         begins = F.pad(positions.diff(dim=1) != 1, (1, 0))

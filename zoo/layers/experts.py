@@ -90,12 +90,12 @@ def balance_loss(routed: Sequence[Tensor], per_token: int, mask: Tensor | None) 
     first = routed[0]
     real = torch.ones_like(first[:, 0]) if mask is None else mask.flatten()
     real = real.float()
-    given, rated = first.new_zeros((2, first.shape[1]), dtype=torch.float32)
+    counts, rated = first.new_zeros((2, first.shape[1]), dtype=torch.float32)
     for logits in routed:
         shares = F.softmax(logits, -1)
         chosen = F.one_hot(shares.topk(per_token).indices, first.shape[1]).sum(1)
-        given = given + (chosen * real[:, None]).sum(0)
+        counts = counts + (chosen * real[:, None]).sum(0)
         rated = rated + (shares.float() * real[:, None]).sum(0)
     rows = len(routed) * real.sum()
-    loss: Tensor = (given / rows * (rated / rows)).sum() * first.shape[1]
+    loss: Tensor = (counts / rows * (rated / rows)).sum() * first.shape[1]
     return loss

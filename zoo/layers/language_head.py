@@ -47,7 +47,7 @@ HEADS = ("inplace", "plain", "fused")
 WIDTHS = 8
 # below so many rows a matrix product does little but read the decoder's weight
 ROWS = 32
-# of the rows that are processed at once: small beside the logits, large enough to keep kernels busy
+# rows are processed in so many parts: small beside the logits, large enough to keep kernels busy
 PARTS = 8
 SUM = 2  # `reduction="sum"`, as the operators of torch count
 
@@ -155,9 +155,9 @@ def fused_loss(
         dtype = torch.get_autocast_dtype(device)
         bias = bias if bias is None else bias.to(dtype)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    given = shared.token, weight, hidden, bias, targets, chunk_tokens, shared.total
+    arguments = shared.token, weight, hidden, bias, targets, chunk_tokens, shared.total
     with torch.autocast(device, enabled=False):
-        return cast(Tensor, _FusedLoss.apply(*given))
+        return cast(Tensor, _FusedLoss.apply(*arguments))
 
 
 class _InplaceLoss(torch.autograd.Function):
@@ -237,13 +237,13 @@ class _FusedLoss(torch.autograd.Function):
 def _summed_loss(logits: Tensor, targets: Tensor, replace_logits: bool = False) -> Tensor:
     """Computes `cross_entropy` a few rows at a time; can write its gradient over the logits."""
     columns = targets.where(targets != IGNORED, 0).unsqueeze(1)
-    one = _widened(logits.new_ones(()))
+    unit = _widened(logits.new_ones(()))
     picked = []
     for rows in _parts(len(logits)):
         logarithms = _log_softmax(logits[rows])
         picked.append(logarithms.gather(1, columns[rows]))
         if replace_logits:
-            logits[rows] = _gradient(logarithms, targets[rows], one)
+            logits[rows] = _gradient(logarithms, targets[rows], unit)
     # summed by torch's kernel, as logits of a vocabulary of one word
     words = torch.where(targets != IGNORED, 0, IGNORED)
     return F.nll_loss(torch.cat(picked), words, ignore_index=IGNORED, reduction="sum")

@@ -22,7 +22,7 @@ NORMS: Mapping[str, Mapping[int, Any]] = {
 
 @dataclass(frozen=True)
 class Layers:
-    """What all blocks of a network are made of: so many axes, a norm, dropout behind convolutions.
+    """Makes the layers of a network's blocks: of so many axes, a norm, dropout behind convolutions.
 
     A kernel and a stride are a number, or one for each axis.
     """
@@ -57,7 +57,7 @@ class Layers:
         return nn.Sequential(OrderedDict(conv=conv, **drop))
 
 
-class Basic(nn.Module):
+class PlainBlock(nn.Module):
     """Two convolutions, each with a norm and an activation: (N, C, ...) -> (N, channels, ...)."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Basic(nn.Module):
         return cast(Tensor, self.lrelu(self.norm2(self.conv2(x))))
 
 
-class Residual(Basic):
+class ResidualBlock(PlainBlock):
     """A basic block beside a shortcut, which is convolved where its shape changes."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Residual(Basic):
         return cast(Tensor, self.lrelu(out))
 
 
-class Up(nn.Module):
+class UpBlock(nn.Module):
     """Scales up and joins a skip: (N, C, ...), (N, channels, ...) -> (N, channels, ...)."""
 
     def __init__(
@@ -102,14 +102,14 @@ class Up(nn.Module):
     ) -> None:
         super().__init__()
         self.transp_conv = layers.scale(inputs, channels, stride)
-        self.conv_block = Basic(layers, 2 * channels, channels, kernel, 1)
+        self.conv_block = PlainBlock(layers, 2 * channels, channels, kernel, 1)
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
         """(N, C, ...) and (N, channels, ...), larger by the stride -> (N, channels, ...)."""
         return cast(Tensor, self.conv_block(torch.cat((self.transp_conv(x), skip), 1)))
 
 
-class Head(nn.Module):
+class OutputBlock(nn.Module):
     """Logits: (N, C, ...) -> (N, classes, ...)."""
 
     def __init__(self, layers: Layers, inputs: int, classes: int) -> None:

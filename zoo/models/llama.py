@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zoo.errors import ArgumentError
 from zoo.layers.checks import IGNORED, check_arguments, check_choice, check_per_token, check_tokens
-from zoo.layers.decoder import MLP, Attention, Decoder, Layer, RMSNorm, Rotary
+from zoo.layers.decoder import MLP, Attention, Decoder, DecoderLayer, RMSNorm, Rotary
 from zoo.layers.experts import MixtureOfExperts, balance_loss
 from zoo.layers.language_head import HEADS, ChunkedLoss, choose_chunk_tokens, make_head
 from zoo.layers.weight_sharing import SharedWeight
@@ -92,14 +92,14 @@ class Llama(Model):
         def norm(width: int) -> RMSNorm:
             return RMSNorm(width, norm_epsilon)
 
-        def layer() -> Layer:
+        def layer() -> DecoderLayer:
             form: Any = {"qkv_bias": qkv_bias, "drop_rate": drop_rate}
             form["norm"] = norm if qk_norm else nn.Identity
             attention = Attention(width, heads, groups, head_width, **form)
             if not experts:
-                return Layer(width, attention, MLP(width, mlp_width), norm)
+                return DecoderLayer(width, attention, MLP(width, mlp_width), norm)
             mixture = MixtureOfExperts(width, mlp_width, experts, experts_per_token)
-            return Layer(width, attention, mixture, norm)
+            return DecoderLayer(width, attention, mixture, norm)
 
         rotary = Rotary(head_width, rotary_base, rotary_stretch, 8192)
         self.model = Decoder(vocabulary, width, [layer() for _ in range(depth)], rotary, norm)

@@ -16,7 +16,7 @@ from zoo.layers.checks import check_arguments, check_images, check_norm
 from zoo.layers.drop_path import DropPath, drop_path_rates
 from zoo.models.model import Model
 
-Convolutions = Callable[[int, int, int], Sequence[nn.Conv2d]]  # of inputs, width, stride
+Convolutions = Callable[[int, int, int], Sequence[nn.Conv2d]]  # (inputs, width, stride) ->
 
 
 def conv(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:
@@ -41,7 +41,7 @@ def bottleneck(
 class Residual(nn.Module):
     """Convolutions beside a shortcut: (N, inputs, H, W) -> (N, outputs, H / stride, W / stride)."""
 
-    is_first = False  # of its stage; the network says so
+    is_first = False  # in its stage; set by the network
     downsample: Any
 
     def __init__(self, layers: Sequence[nn.Conv2d], drop_rate: float) -> None:

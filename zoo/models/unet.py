@@ -21,8 +21,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.errors import ArgumentError, InputError
-from zoo.layers.checks import check_arguments, check_choice, check_images, check_norm
-from zoo.layers.unet_blocks import NORMS, Basic, Head, Layers, Residual, Size, Up
+from zoo.layers.checks import (
+    check_arguments,
+    check_choice,
+    check_images,
+    check_norm,
+    multiples_around,
+)
+from zoo.layers.unet_blocks import (
+    NORMS,
+    Layers,
+    OutputBlock,
+    PlainBlock,
+    ResidualBlock,
+    Size,
+    UpBlock,
+)
 from zoo.models.model import Model
 
 # letters of the axes, and the most channels of a level
@@ -71,20 +85,20 @@ class UNet(Model):
         layers = Layers(axes, norm, drop_rate)
         steps, sizes = list(map(layers.each, strides)), list(map(layers.each, kernels))
         _check_levels(axes, sizes, steps, supervised)
-        # by how much the axes are divided in all
+        # the total stride of each axis
         self.divisors = [prod(of_axis) for of_axis in zip(*steps, strict=True)]
         self.supervised = supervised
         widths = [min(width << level, WIDEST[axes]) for level in range(len(steps))]
-        encoder = Residual if residual else Basic
+        encoder = ResidualBlock if residual else PlainBlock
         down = zip([in_channels, *widths], widths, sizes, steps, strict=False)
         self.input_block, *middle, self.bottleneck = (encoder(layers, *level) for level in down)
         up = [*zip(widths[1:], widths, sizes[1:], steps[1:], strict=False)]
         self.downsamples = nn.ModuleList(middle)
-        self.upsamples = nn.ModuleList(Up(layers, *level) for level in reversed(up))
-        self.output_block = Head(layers, widths[0], classes)
+        self.upsamples = nn.ModuleList(UpBlock(layers, *level) for level in reversed(up))
+        self.output_block = OutputBlock(layers, widths[0], classes)
         if supervised:
             below = widths[1 : supervised + 1]
-            heads = (Head(layers, channels, classes) for channels in below)
+            heads = (OutputBlock(layers, channels, classes) for channels in below)
             self.deep_supervision_heads = nn.ModuleList(heads)
         for module in self.modules():
             if isinstance(module, nn.modules.conv._ConvNd):
@@ -142,9 +156,8 @@ def _check_levels(
 def _check_sizes(images: Tensor, divisors: Sequence[int]) -> None:
     for size, divisor in zip(images.shape[2:], divisors, strict=True):
         if size % divisor:
-            below, above = size // divisor * divisor, -(-size // divisor) * divisor
             raise InputError(
                 f"unet divides its axes by {(*divisors,)}; {tuple(images.shape)} has one of "
                 f"{size}, which {divisor} does not divide. Crop or pad it to "
-                f"{f'{below} or ' if below else ''}{above}"
+                f"{multiples_around(size, divisor)}"
             )

@@ -82,10 +82,10 @@ class ViT(Model):
     def forward(self, *inputs: Tensor) -> Tensor:
         """Reads the class token behind the blocks: images (N, C, H, W) -> logits (N, classes)."""
         patches = self.patch_embed["proj"]
-        tokens = self.norm(self.blocks(self.place(patches(self._checked(inputs)))))
+        tokens = self.norm(self.blocks(self.embed_positions(patches(self._checked(inputs)))))
         return cast(Tensor, self.head(self.head_drop(tokens[:, 0])))
 
-    def place(self, patches: Tensor) -> Tensor:
+    def embed_positions(self, patches: Tensor) -> Tensor:
         """(N, width, h, w) -> tokens (N, 1 + h w, width): class token first, positions added."""
         tokens = rearrange(patches, "n c h w -> n (h w) c")
         first = self.cls_token.expand(len(tokens), -1, -1)

@@ -20,7 +20,13 @@ from einops import repeat
 from torch import Tensor, nn
 
 from zoo.errors import ArgumentError, InputError
-from zoo.layers.checks import check_arguments, check_choice, check_images, check_norm
+from zoo.layers.checks import (
+    check_arguments,
+    check_choice,
+    check_images,
+    check_norm,
+    multiples_around,
+)
 from zoo.models.model import Model
 
 STRIDE = 16
@@ -184,11 +190,10 @@ class VNet(Model):
         volume = check_images("vnet", inputs, self.stem.unit.conv, "NCDHW")
         for axis, size in zip("DHW", volume.shape[2:], strict=True):
             if size % STRIDE:
-                below, above = size // STRIDE * STRIDE, -(-size // STRIDE) * STRIDE
                 raise InputError(
                     f"vnet halves each axis four times; axis {axis} of {tuple(volume.shape)} has "
                     f"size {size}, which {STRIDE} does not divide. Crop or pad it to "
-                    f"{f'{below} or ' if below else ''}{above}"
+                    f"{multiples_around(size, STRIDE)}"
                 )
         check_norm("vnet", volume, self.down[-1].resample.norm, STRIDE)
         skips = [self.stem(volume)]

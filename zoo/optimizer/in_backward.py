@@ -9,9 +9,9 @@ optimizer's own step runs. The training loop stays as it is:
     step()      checks that it was so; hooks and learning rate schedulers see one step, as always
     zero_grad() drops the marks that stand in `.grad` for what was freed
 
-A weight that the backward is yet to read (`pending_reads`) is updated when the backward ends. Where
-a hook may look at all gradients before the step, `step()` updates all. What would use other numbers
-than `backward(); step(); zero_grad()` is refused by an error.
+A weight that the backward is yet to read (`pending_reads`) is updated when the backward ends. If a
+hook may read all gradients before the step, `step()` updates all. An error refuses everything that
+would give other numbers than `backward(); step(); zero_grad()`.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ REMOVE = f"call remove() of {HANDLE}"
 
 
 class FreedGradient(Tensor):
-    """Stands in `.grad` of a parameter whose gradient the optimizer has used and freed.
+    """The mark in `.grad` of a parameter whose gradient the optimizer has used and freed.
 
     It has the gradient's shape and no memory. Whatever reads or writes it (clipping by a norm, a
     GradScaler, a second backward that would add to it) raises OptimizerError. Zeros may be written
@@ -81,23 +81,23 @@ class FreedGradient(Tensor):
         parameter: Tensor,
         before_zeros: Callable[[], Callable[[], None] | None] = lambda: None,
     ) -> "FreedGradient":
-        """Makes that of a parameter of any shape and type.
+        """Makes the mark of a parameter of any shape and type.
 
-        `before_zeros` is a weak reference to what is called before zeros are written.
+        `before_zeros` is a weak reference to a function that is called before zeros are written.
         """
         like = {"strides": parameter.stride(), "dtype": parameter.dtype, "device": parameter.device}
         make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-        found: FreedGradient = make(cls, parameter.size(), **like)
+        mark: FreedGradient = make(cls, parameter.size(), **like)
         gradient = parameter.grad
         is_sparse = gradient is not None and gradient.is_sparse
-        found._sparse_axes = gradient.sparse_dim() if gradient is not None and is_sparse else 0
-        found.is_zero, found._before_zeros = False, before_zeros
-        return found
+        mark._sparse_axes = gradient.sparse_dim() if gradient is not None and is_sparse else 0
+        mark.is_zero, mark._before_zeros = False, before_zeros
+        return mark
 
     def zeros(self, parameter: Tensor) -> Tensor:
         """Returns a gradient of zeros, sparse as the freed one was."""
-        found = torch.zeros_like(parameter, requires_grad=False)
-        return found.to_sparse(self._sparse_axes) if self._sparse_axes else found
+        zeros = torch.zeros_like(parameter, requires_grad=False)
+        return zeros.to_sparse(self._sparse_axes) if self._sparse_axes else zeros
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         """Returns shape and dtype, without numbers."""
@@ -134,7 +134,7 @@ class FreedGradient(Tensor):
         return args[0] if func is ZEROS[0] else None
 
 
-# what `zero_grad(set_to_none=False)` calls
+# the operators of `zero_grad(set_to_none=False)`
 ZEROS = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 
 # called with each parameter whose gradient a backward is about to use and free
@@ -211,21 +211,18 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "OptimizerI
 
 
 def attached_to(parameters: Iterable[Tensor]) -> Optimizer | None:
-    """Returns the optimizer that updates all of these in the backward, so far as they are trained.
+    """Returns the optimizer that updates these parameters, as far as trained, in the backward.
 
-    None where there is no such optimizer, or it updates only some of them.
+    None if no optimizer updates all of them so.
     """
     trained = {p for p in parameters if p.requires_grad} if _ATTACHED else set()
     attached = _ATTACHED if trained else ()
-    return next((found for found in attached if trained <= set(_parameters(found))), None)
+    return next((o for o in attached if trained <= set(_parameters(o))), None)
 
 
 @contextlib.contextmanager
 def observed_gradients(observe: Callable[[Tensor], object]) -> Iterator[None]:
-    """Calls a function with each parameter whose gradient is used and freed in the block, before.
-
-    Whatever the optimizer.
-    """
+    """Calls a function with each parameter before its gradient is used and freed in the block."""
     _observers.append(observe)
     try:
         yield
@@ -241,48 +238,48 @@ class OptimizerInBackward:
     """The handle of an optimizer that steps in the backward.
 
     Attributes:
-        updated: names of the parameters that were updated by backwards since the last `step()`.
-        waited: names of those that the last backward updated at its end, as it was yet to read them
-            when their gradients were complete.
+        updated: names of the parameters that backwards have updated since the last `step()`.
+        waited: names of those that the last backward updated at its end, since it still had to read
+            them when their gradients were complete.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        # by id: to hold them would keep a model's frozen weights as long as the optimizer
+        # by id: references would keep a model's frozen weights as long as the optimizer
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         # parameters updated since the last step, and their versions then
         self._updated: dict[Tensor, list[Any]] = {}
         # parameters that this backward updates at its end
         self._waiting: dict[Tensor, None] = {}
         self.waited: list[str] = []
-        # what is yet to be read in this backward
+        # the reads that this backward has left
         self._reads: PendingReads | None = None
-        # who holds parameters outside of a forward
+        # reference counts of parameters outside of a forward
         self._holders: dict[Tensor, Holders | None] = {}
-        # the backward of which `step()` updates all
+        # the backward whose parameters `step()` updates
         self._left_to_step = -1
         self._step_function = step_of(optimizer)
         self._is_warned = self._is_loaded = False
-        # parameters with a hook for gradients that are added to zeros, and those that were
+        # parameters with a hook for gradients to be added to zeros, and those with such a gradient
         self._expecting_zeros: set[Tensor] = set()
         self._zeroed: set[Tensor] = set()
-        # marks of those whose step the optimizer's own is about to check
+        # marks of the updated parameters during the optimizer's own step
         self._stepped: dict[Tensor, FreedGradient] = {}
-        # what the groups said in the backward
+        # the values of the parameter groups in the backward
         self._values: list[dict[str, Any]] = []
         self._is_stepping = False
-        # parameters whose state has its place in `optimizer.state`
+        # parameters whose state is in order in `optimizer.state`
         self._sorted: set[Tensor] = set(optimizer.state)
         # the groups of parameters in this backward
         self._groups: dict[Tensor, dict[str, Any]] = {}
-        # backwards that have not come to their end
+        # backwards that have not ended
         self._running: set[int] = set()
-        # devices have threads of their own in a backward
+        # a backward runs on a thread per device
         self._lock = threading.Lock()
         # parameters with a hook of this handle
         self._hooked: set[Tensor] = set()
         after = optimizer.register_step_post_hook(self._after_step)
-        # others are to find marks for gradients, not None
+        # first, so that other hooks find marks for gradients, not None
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(after.id, last=False)
         self._hooks = [
@@ -290,7 +287,7 @@ class OptimizerInBackward:
             after,
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_load_state_dict_post_hook(self._after_load),
-            # a copy of the model is to hold no reference to this
+            # a function, so that a copy of the model holds no reference to this handle
             model.register_forward_pre_hook(_check_forward),
         ]
         self._hook_parameters()
@@ -303,7 +300,7 @@ class OptimizerInBackward:
         return list(map(self._name, self._updated))
 
     def reset(self) -> None:
-        """Goes on after a backward that raised: drops its gradients; what it updated stays."""
+        """Recovers from a backward that raised: drops its gradients; updated weights stay."""
         self._running.clear()
         self._updated.clear()
         self._waiting.clear()
@@ -332,7 +329,7 @@ class OptimizerInBackward:
         return self._names.get(id(parameter), f"a parameter {tuple(parameter.shape)}")
 
     def _hook_parameters(self) -> None:
-        """Hooks parameters that have none yet: of new groups, or frozen until now."""
+        """Hooks parameters without a hook: those in new groups, or frozen until now."""
         for parameter in _parameters(self.optimizer):
             if parameter.requires_grad and parameter not in self._hooked:
                 self._hooked.add(parameter)
@@ -367,13 +364,13 @@ class OptimizerInBackward:
         parameter.grad = FreedGradient(parameter, weakref.WeakMethod(self._before_zeros))
 
     def _versions(self, parameter: Tensor) -> list[Any]:
-        """Returns what differs once a parameter or its state was written."""
+        """Returns versions that differ once a parameter or its state is written."""
         state = self.optimizer.state.get(parameter, {}).values()
         tensors = [(id(value), value._version) for value in state if isinstance(value, Tensor)]
         return [parameter._version, len(state), *tensors]
 
     def _is_left_to_step(self) -> bool:
-        """Returns whether `step()` updates all, since a hook may look at them before."""
+        """Returns whether `step()` updates all, since a hook may read gradients before."""
         backward: int = current_backward()
         if backward in self._running or self._updated:
             return False
@@ -390,7 +387,7 @@ class OptimizerInBackward:
         return backward == self._left_to_step
 
     def _before_steps(self) -> str | None:
-        """Returns what of the program's runs before or in place of the optimizer's step."""
+        """Describes the program's code that runs before or instead of the optimizer's step."""
         name, own = type(self.optimizer).__name__, vars(self.optimizer).get("step")
         is_schedule = getattr(own, "_wrapped_by_lr_sched", False)
         if own is not None and not (is_schedule and own.__wrapped__ is type(self.optimizer).step):
@@ -399,7 +396,7 @@ class OptimizerInBackward:
             return f"the step of {name}, which was replaced,"
         own_hooks, hooks = self.optimizer._optimizer_step_pre_hooks, HOOKS_OF_ALL_STEPS
         for hook in (*hooks.values(), *own_hooks.values()):
-            # those of zoo look at nothing that is changed here
+            # zoo's own hooks do not depend on gradients
             if not getattr(hook, "__module__", "").startswith("zoo."):
                 return f"a hook before the step of {name} ({shortened(hook)})"
         return None
@@ -421,7 +418,7 @@ class OptimizerInBackward:
         return self._reads
 
     def _end_backward(self, backward: int) -> None:
-        """Updates what was yet to be read, which no backward reads any more."""
+        """Updates the parameters that the backward still had to read."""
         with self._lock:
             self.waited = list(map(self._name, self._waiting))
             for parameter in self._waiting:
@@ -446,7 +443,7 @@ class OptimizerInBackward:
                 self._hooks.append(hook(functools.partial(self._expect_zeros, parameter)))
 
     def _expect_zeros(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Called before a gradient is accumulated, which a mark could not be added to."""
+        """Called before a gradient is accumulated: replaces a mark, to which it cannot be added."""
         if isinstance(mark := parameter.grad, FreedGradient) and mark.is_zero:
             parameter.grad = None
             self._zeroed.add(parameter)
@@ -454,7 +451,7 @@ class OptimizerInBackward:
     def _add_to_zeros(self, parameter: Tensor) -> None:
         gradient = parameter.grad
         if parameter in self._zeroed and gradient is not None and not gradient.is_sparse:
-            # there is no negative zero in a sum with zeros
+            # a sum with zeros has no negative zero
             with torch.no_grad():
                 gradient.add_(0)
         self._zeroed.discard(parameter)
@@ -474,12 +471,12 @@ class OptimizerInBackward:
             )
 
     def _check_ended(self) -> None:
-        """Refuses to go on after a backward that raised."""
+        """Raises after a backward that raised."""
         if self._running:
             raise self._unfinished("it did not come to its end")
 
     def _check_dropped(self) -> None:
-        """Refuses to go on after a backward whose gradients were dropped before a step."""
+        """Raises after a backward whose gradients were dropped before a step."""
         if not all(isinstance(parameter.grad, FreedGradient) for parameter in self._updated):
             raise self._unfinished("zero_grad() was called before step()")
 
@@ -492,7 +489,7 @@ class OptimizerInBackward:
         )
 
     def _before_step(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
-        """Gives the optimizer's own step the gradients that no backward has used."""
+        """Leaves to the optimizer's own step the gradients that no backward has used."""
         if self._is_stepping:
             return
         if any(value is not None for value in (*args[1:], *kwargs.values())):
@@ -501,7 +498,7 @@ class OptimizerInBackward:
                 f"{REMOVE}"
             )
         self._check_finished()
-        # a step may call that of its base class, whose hooks are these, too
+        # a step may call its base class's, which runs these hooks again
         stepped: dict[Tensor, FreedGradient] = {}
         for parameter in _parameters(self.optimizer):
             if isinstance(mark := parameter.grad, FreedGradient):
@@ -517,7 +514,7 @@ class OptimizerInBackward:
         self._updated.clear()
 
     def _check_finished(self) -> None:
-        """Refuses a step that would have found other numbers than the backward did."""
+        """Refuses a step that would have used other numbers than the backward did."""
         self._check_ended()
         if self._updated and (what := self._before_steps()) is not None:
             raise self._unfinished(f"{what} came before step(); set it before the backward")
@@ -554,7 +551,7 @@ class OptimizerInBackward:
         self._is_loaded = bool(self._updated)
 
     def _sort_state(self) -> None:
-        """Brings new state into the order of the parameters, in which a step of all makes it."""
+        """Sorts new state in the order of the parameters, as an ordinary step would make it."""
         state = self.optimizer.state
         for parameter in _parameters(self.optimizer):
             if parameter in state and parameter not in self._sorted:
@@ -565,7 +562,7 @@ class OptimizerInBackward:
 class _GroupTensor:
     """A tensor in a parameter group, such as a learning rate that a schedule writes in place.
 
-    Its numbers are compared only if it was written since: to read them waits for its device.
+    Its numbers are compared only if it was written since: reading them waits for the device.
     """
 
     __hash__ = None  # type: ignore[assignment]
@@ -581,7 +578,7 @@ class _GroupTensor:
 
 
 def _values(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of a group, comparable with those that it has later."""
+    """Returns the values of a group, to be compared with its later values."""
     return {
         name: _GroupTensor(value) if isinstance(value, Tensor) else value
         for name, value in group.items()
@@ -599,7 +596,7 @@ def _check_wrappers(names: set[str]) -> None:
 
 
 def _check_forward(model: nn.Module, args: object) -> None:
-    """Refuses a forward whose gradients would not be the optimizer's, before any is made."""
+    """Refuses a forward whose gradients the optimizer could not use as they are."""
     if DistributedDataParallel._active_ddp_module is not None:
         _check_wrappers({"DistributedDataParallel"})
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")

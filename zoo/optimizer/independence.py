@@ -1,8 +1,8 @@
-"""Whether an optimizer updates each parameter by itself, tried on small tensors.
+"""Tests on small tensors whether an optimizer updates each parameter independently.
 
-Most do: SGD, Adam and their kin. LBFGS does not, nor does one that looks at a norm of all gradients
-or counts its steps in a group. No list of names can tell, so it is tried: twins of the optimizer
-take the same steps with all parameters at once and with one at a time, bit for bit.
+Most do: SGD, Adam and the like. LBFGS does not, nor does one that reads a norm of all gradients or
+counts its steps in a group. No list of names can tell, so two copies of the optimizer take the same
+steps, with all parameters at once and with one at a time, and are compared bit for bit.
 """
 
 import copy
@@ -37,7 +37,7 @@ def _step(optimizer: Optimizer) -> None:
 
 
 def step_of(optimizer: Optimizer) -> Callable[[Optimizer], object]:
-    """Returns the step of an optimizer's class, around which torch has wrapped its hooks."""
+    """Returns the step of an optimizer's class without torch's wrapper for hooks."""
     step: Callable[[Optimizer], object] = type(optimizer).step
     own: Callable[[Optimizer], object] = getattr(step, "__wrapped__", step)
     return own if getattr(step, "hooked", False) else step
@@ -87,8 +87,8 @@ def _is_independent(optimizer: Optimizer, sparse: bool) -> bool:
                 for parameter in group["params"]:
                     step_alone(single, group, parameter)
     return reads.nothing and all(
-        torch.equal(one, other) if isinstance(one, Tensor) else one == other
-        for one, other in zip(_written(whole), _written(single), strict=True)
+        torch.equal(value, other) if isinstance(value, Tensor) else value == other
+        for value, other in zip(_written(whole), _written(single), strict=True)
     )
 
 
@@ -99,7 +99,7 @@ def _storages(optimizer: Optimizer) -> set[int]:
 
 
 def check_state(optimizer: Optimizer) -> None:
-    """Raises OptimizerError where the state of a parameter is the memory of another one."""
+    """Raises OptimizerError if the state of a parameter shares another parameter's memory."""
     storages = _storages(optimizer)
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
@@ -113,7 +113,7 @@ def check_state(optimizer: Optimizer) -> None:
 
 
 class _Reads(TorchDispatchMode):
-    """Sees whether a step of a twin reads the parameters of the optimizer itself."""
+    """Detects whether a step of a twin reads the parameters of the original optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -123,7 +123,7 @@ class _Reads(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> PyTree:
-        """Runs a kernel and looks at its arguments."""
+        """Runs a kernel and checks its arguments."""
         for tensor in pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor) and id(storage_of(tensor)) in self.storages:
                 self.nothing = False
@@ -131,24 +131,24 @@ class _Reads(TorchDispatchMode):
 
 
 def _written(optimizer: Optimizer) -> list[Any]:
-    """Lists what steps write: parameters, notes in groups, and numbers such as one of steps."""
+    """Lists what steps write: parameters, values of groups, and attributes such as a step count."""
     numbers = {name: v for name, v in vars(optimizer).items() if isinstance(v, int | float)}
     return pytree.tree_leaves([optimizer.param_groups, numbers])
 
 
 def optimizer_like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """Returns an optimizer like this one for other groups, without state and hooks."""
-    # torch leaves hooks out, but also what a class of the user's has beside its groups
+    # torch's copy leaves out hooks, but also attributes of a user's class
     other = copy.copy(optimizer)
     vars(other).update({k: v for k, v in vars(optimizer).items() if k not in vars(other)})
-    # a scheduler puts a step there that is bound to its own optimizer
+    # a scheduler replaces `step` by one that is bound to its own optimizer
     vars(other).pop("step", None)
     other.state, other.param_groups = defaultdict(dict), groups
     return other
 
 
 def _small_parameters(parameters: list[Tensor]) -> list[Tensor]:
-    """Returns two small parameters for each number of axes, type and device among these."""
+    """Returns two small parameters for each number of axes, dtype and device among these."""
     forms = dict.fromkeys((p.ndim, p.dtype, p.device) for p in parameters if not p.is_meta)
     return [
         nn.Parameter(_numbers(axes, number).to(device, dtype))

@@ -7,6 +7,7 @@ A segment begins at a cut and holds the state there. A cut is left out where ano
     behind it no more is alive                                      recomputes less
     has no gradient, such as a random mask              behind it   holds less
     casts a weight, which autocast holds                behind it   is as good: a replay casts, too
+    writes what the step before made                    before it   holds no copy of it
 
 Among steps without gradients, such as those of a metric, a cut is kept only where less is alive
 than at both ends of their row. Cuts between modules stay, where a block may begin.
@@ -38,6 +39,7 @@ class _StepUses:
         count = len(cuts)
         self.made: list[set[int]] = [set() for _ in cuts]
         self.used: list[set[int]] = [set() for _ in cuts]
+        self.written: list[set[int]] = [set() for _ in cuts]
         self.flops, self.saves = [0] * count, [False] * count
         # whether an autograd node of the step runs, and whether one allocates
         self.has_nodes, self.allocates = [False] * count, [False] * count
@@ -56,6 +58,7 @@ class _StepUses:
                 self.used[step].add(event.storage)
             elif isinstance(event, KernelRun):
                 self.used[step] |= event.reads
+                self.written[step] |= event.writes
                 self.flops[step] += event.flops
             elif isinstance(event, Saved):
                 self.saves[step] = True
@@ -124,5 +127,8 @@ def _beside_better(steps: _StepUses, within: Sequence[tuple[str, ...]]) -> list[
         is_read = not steps.made[before].isdisjoint(steps.used[step])
         is_same = within[step] == within[before]
         is_cast = steps.casts[before] and is_same
-        left_out[step] = (shrinks and stays) or (adds and is_read and is_same) or is_cast
+        overwrites = not steps.made[before].isdisjoint(steps.written[step])
+        left_out[step] = (
+            (shrinks and stays) or (adds and is_read and is_same) or is_cast or overwrites
+        )
     return left_out

@@ -184,8 +184,8 @@ class BudgetPlanner:
         return replace(costs, returned=profile.returned if self.holds_outputs else frozenset())
 
     @functools.cached_property
-    def whole(self) -> StepCosts:
-        """The same with the gradients of parameters."""
+    def costs_with_gradients(self) -> StepCosts:
+        """The costs with the gradients of parameters."""
         return self.costs.with_parameter_gradients()
 
     @functools.cached_property
@@ -260,7 +260,7 @@ class BudgetPlanner:
         steps = self.costs.blocks, self.outline.whole, lambda: self.costs
         classic = {name: schemes.named(name, *steps) for name in schemes.NAMES}
         others = (self._point(_loss_kept(plan, self.steps), name) for name, plan in classic.items())
-        during = self._resident + least_possible(self.whole)
+        during = self._resident + least_possible(self.costs_with_gradients)
         return Frontier(
             tuple(map(self.of_model, (*best, *others))),
             self.of_model(replace(self.baseline, name="baseline")),
@@ -303,7 +303,7 @@ class BudgetPlanner:
         """The best plans by rising peak and falling time."""
         with shown(self.title):
             try:
-                return self._best(optimal_planner().frontier(self.whole, each=each))
+                return self._best(optimal_planner().frontier(self.costs_with_gradients, each=each))
             except Interrupted as error:
                 best = self._best(error.found)
                 text = f"interrupted; {len(best)} of the best plans of {self.title} were found"
@@ -332,12 +332,14 @@ class BudgetPlanner:
     @functools.cached_property
     def least(self) -> Point:
         """The plan of least peak, found without the other best ones."""
-        point = self._point(_loss_kept(optimal_planner().least(self.whole), self.steps))
+        point = self._point(
+            _loss_kept(optimal_planner().least(self.costs_with_gradients), self.steps)
+        )
         # with tiny activations the random states of a segment take more than it saves
         return min(self.baseline, point, key=lambda point: point.peak)
 
     def _point(self, plan: Plan, name: str = "optimal", result: Simulation | None = None) -> Point:
-        result, draws = result or simulate(plan, self.whole), sum(self.costs.draws)
+        result, draws = result or simulate(plan, self.costs_with_gradients), sum(self.costs.draws)
         # random states that segments keep, and one that a replay restores: the same for all plans,
         # as if each kernel that draws had its own segment
         streams = KEPT_STREAM * draws + STREAM if draws and plan.depth() else 0
@@ -386,7 +388,7 @@ class BudgetPlanner:
 
     def _at_peak(self, point: Point) -> PeakBytes:
         """Splits the bytes of a plan's peak into categories."""
-        fixed, result = self.fixed, simulate(point.plan, self.whole)
+        fixed, result = self.fixed, simulate(point.plan, self.costs_with_gradients)
         kept = recomputed = between = 0
         if self._optimizer_peak > self._resident + result.peak:
             phase, gradients, work = "step of the optimizer", fixed.gradients, fixed.scratch

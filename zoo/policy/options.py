@@ -21,7 +21,8 @@ from zoo._torch import active_fake_mode, is_profiling
 from zoo.engine.devices import name_of
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, BudgetError, PlanError
-from zoo.invocation import InputSpec, Invocation, Loss, device_of
+from zoo.invocation import InputSpec, Invocation, device_of
+from zoo.loss import Loss
 from zoo.optimizer.in_backward import attached_to
 from zoo.optimizer.independence import optimizer_like
 from zoo.planner import schemes
@@ -117,18 +118,24 @@ class CountedStep:
         groups = [{**g, "params": [*g["params"]]} for g in optimizer.param_groups]
         return replace(self, optimizer=optimizer_like(optimizer, groups))
 
-    def of(self, step: BudgetPlanner) -> BudgetPlanner:
-        """Returns a step in which this is counted.
+    def of(self, planner: BudgetPlanner) -> BudgetPlanner:
+        """Returns a planner in which this is counted.
 
         Raises:
             ArgumentError: the model's parameters are spread over processes.
         """
-        check_gathered(step.model)
-        step = replace(step, accumulates=self.accumulates, holds_outputs=self.holds_outputs)
-        step = _with_optimizer_in_backward(step)
+        check_gathered(planner.model)
+        in_backward = attached_to(planner.model.parameters()) is not None
+        planner = replace(
+            planner,
+            accumulates=self.accumulates,
+            holds_outputs=self.holds_outputs,
+            optimizer_in_backward=in_backward,
+            counted=None,
+        )
         if self.optimizer != ASSUMED:
-            return replace(step, optimizer=maker_of(self.optimizer, step.model), counted=None)
-        return step if step.optimizer_in_backward else replace(step, counted=None)
+            return replace(planner, optimizer=maker_of(self.optimizer, planner.model))
+        return _with_optimizer_in_backward(planner) if in_backward else planner
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -225,19 +232,19 @@ class Option:
         """Whether it is a budget or an overhead, for which each kind of kernel is measured."""
         return bool(self.checkpoint == "auto")
 
-    def plan_for(self, step: BudgetPlanner, *, runs_kernels: bool = True) -> Plan:
+    def plan_for(self, planner: BudgetPlanner, *, runs_kernels: bool = True) -> Plan:
         """Returns the plan for the steps of a model on inputs like these.
 
         Without `runs_kernels`, as for a step whose inputs may not fit now, `True` counts the
-        optimizer and the kernel workspaces that the step has.
+        optimizer and the kernel workspaces that the planner knows.
 
         Raises:
             BudgetError: no plan keeps to the budget.
             PlanError: the user's plan is for other steps.
         """
-        return self._chosen(step, runs_kernels=runs_kernels)[0].plan
+        return self._chosen(planner, runs_kernels=runs_kernels)[0].plan
 
-    def plans_for(self, step: BudgetPlanner, *, has_run: bool = False) -> Sequence[RoomyPlan]:
+    def plans_for(self, planner: BudgetPlanner, *, has_run: bool = False) -> Sequence[RoomyPlan]:
         """Returns the plan, and for a budget in bytes others for larger inputs, by rising room.
 
         A training that has run goes on: where no plan keeps to the budget, it gets the plan of the
@@ -248,7 +255,7 @@ class Option:
                 was made for.
             PlanError: the user's plan is for other steps.
         """
-        plans, model, report = self._chosen(step, has_run=has_run), step.model, self.report
+        plans, model, report = self._chosen(planner, has_run=has_run), planner.model, self.report
         if report is None or report.budget is None or _is_elsewhere(report.device, model):
             return plans
         if any(map(is_spread, model.parameters())):
@@ -256,13 +263,13 @@ class Option:
             return plans
         (chosen,) = plans
         still = report.fixed.beside_activations - report.fixed.inputs
-        step = replace(step, outline=step.outline.without_loss(), holds_outputs=False)
-        peak = simulate(chosen.plan, _with_optimizer_in_backward(step).whole).peak
-        grows = sum(tensor.nbytes for tensor in step.inputs) + peak
+        planner = replace(planner, outline=planner.outline.without_loss(), holds_outputs=False)
+        peak = simulate(chosen.plan, _with_optimizer_in_backward(planner).costs_with_gradients).peak
+        grows = sum(tensor.nbytes for tensor in planner.inputs) + peak
         if still + grows > report.budget:
             raise BudgetError(
                 f"this plan is for {report.title} and a budget of {exact_bytes(report.budget)}; "
-                f"on {step.title} a training step by it takes at least "
+                f"on {planner.title} a training step by it takes at least "
                 f"{exact_bytes(still + grows)}. Lower the batch size, or plan for these inputs: "
                 "zoo.checkpoint(model, memory_budget=...) does so for each size that comes",
                 report.budget,
@@ -271,16 +278,18 @@ class Option:
 
     @shown("zoo.checkpoint")
     def _chosen(
-        self, step: BudgetPlanner, *, runs_kernels: bool = True, has_run: bool = False
+        self, planner: BudgetPlanner, *, runs_kernels: bool = True, has_run: bool = False
     ) -> Sequence[RoomyPlan]:
         if self.checkpoint != "auto":
-            step = replace(step, outline=step.outline.without_loss())
-        plans = self._plans(step, runs_kernels, has_run)
-        plans[0].plan.check(step.steps)
+            planner = replace(planner, outline=planner.outline.without_loss())
+        plans = self._plans(planner, runs_kernels, has_run)
+        plans[0].plan.check(planner.steps)
         return plans
 
-    def _plans(self, step: BudgetPlanner, runs_kernels: bool, has_run: bool) -> Sequence[RoomyPlan]:
-        option, model, outline = self.checkpoint, step.model, step.outline
+    def _plans(
+        self, planner: BudgetPlanner, runs_kernels: bool, has_run: bool
+    ) -> Sequence[RoomyPlan]:
+        option, model, outline = self.checkpoint, planner.model, planner.outline
         if self.plan is not None:
             if self.report is not None and _is_elsewhere(self.report.device, model):
                 kind = device_of(model).type
@@ -288,24 +297,24 @@ class Option:
             return [RoomyPlan(self.plan)]
         if option is True or option == "auto":
             parameters = [(name, p.shape, p.dtype) for name, p in model.named_parameters()]
-            spec = InputSpec.of(Invocation(tuple(step.inputs)), model)
+            spec = InputSpec.of(Invocation(tuple(planner.inputs)), model)
             bounds = option, self.memory_budget, self.max_overhead, self.step.names
             request = repr((outline.names, outline.blocks, parameters, spec, bounds))
             if option == "auto":
-                return _first_decided(request, lambda: self._within_budget(step, has_run))
-            return _first_decided(request, lambda: [RoomyPlan(_least(step, runs_kernels))])
-        step = _with_optimizer_in_backward(step)
+                return _first_decided(request, lambda: self._within_budget(planner, has_run))
+            return _first_decided(request, lambda: [RoomyPlan(_least(planner, runs_kernels))])
+        planner = _with_optimizer_in_backward(planner)
         if isinstance(option, int):
             plan = schemes.segments(outline.blocks, option)
         else:
-            plan = schemes.named(option, outline.blocks, outline.whole, lambda: step.costs)
+            plan = schemes.named(option, outline.blocks, outline.whole, lambda: planner.costs)
         with contextlib.suppress(PlanError):
-            _warn_of_no_saving(option, plan, step)
+            _warn_of_no_saving(option, plan, planner)
         return [RoomyPlan(plan)]
 
-    def _within_budget(self, step: BudgetPlanner, has_run: bool) -> Sequence[RoomyPlan]:
+    def _within_budget(self, planner: BudgetPlanner, has_run: bool) -> Sequence[RoomyPlan]:
         """Plans for the budget and logs the prediction."""
-        planner = self.step.of(step).measured()
+        planner = self.step.of(planner).measured()
         is_assumed = self.step.optimizer == ASSUMED and not planner.optimizer_in_backward
         assumed = (
             f"the optimizer is assumed to be AdamW, with a state of "
@@ -317,14 +326,14 @@ class Option:
         except BudgetError as error:
             if has_run:
                 what = "%s goes by the plan of the least peak, which breaks its budget: %s"
-                _log.warning(what, type(step.model).__name__, error)
+                _log.warning(what, type(planner.model).__name__, error)
                 return [RoomyPlan(planner.of_model(planner.points[0]).plan)]
             if not is_assumed:
                 raise
             text = f"{error} {assumed[0].upper()}{assumed[1:]}."
             raise BudgetError(text, error.budget, error.least, error.baseline) from None
         if is_assumed and self.memory_budget is not None:
-            _warn_of_assumed(type(step.model).__name__, assumed)
+            _warn_of_assumed(type(planner.model).__name__, assumed)
         _log.info(
             "%s: planned peak %s, x%.2f of the baseline, time x%.2f",
             planner.title,
@@ -362,39 +371,39 @@ def _warn_of_device(made_for: str, here: str) -> None:
     )
 
 
-def _with_optimizer_in_backward(step: BudgetPlanner) -> BudgetPlanner:
-    """Returns a step that counts the optimizer if it steps in the backward, and else none.
+def _with_optimizer_in_backward(planner: BudgetPlanner) -> BudgetPlanner:
+    """Returns a planner that counts the optimizer if it steps in the backward, and else none.
 
     One that cannot be made again, or cannot step on fake tensors, counts as AdamW.
     """
-    attached = attached_to(step.model.parameters())
+    attached = attached_to(planner.model.parameters())
     if attached is None:
-        return replace(step, counted=OptimizerBytes())
+        return replace(planner, counted=OptimizerBytes())
     group = attached.param_groups[0]
 
     def make(parameters: list[Any]) -> torch.optim.Optimizer:
         return optimizer_like(attached, [{**group, "params": parameters}])
 
-    step = replace(step, optimizer_in_backward=True, counted=None)
+    planner = replace(planner, optimizer_in_backward=True, counted=None)
     with contextlib.suppress(ArgumentError):
-        return replace(step, counted=replace(step, optimizer=make).optimizer_bytes)
-    return step
+        return replace(planner, counted=replace(planner, optimizer=make).optimizer_bytes)
+    return planner
 
 
-def _least(step: BudgetPlanner, runs_kernels: bool) -> Plan:
+def _least(planner: BudgetPlanner, runs_kernels: bool) -> Plan:
     """Returns the plan with the least peak of the whole training step.
 
     Of activations, gradients of parameters and kernel workspaces, for which each different kernel
     runs once. Gradients of parameters that are spread over processes are left out.
     """
-    if any(map(is_spread, step.model.parameters())):
-        return least_memory(_with_optimizer_in_backward(step).costs)
+    if any(map(is_spread, planner.model.parameters())):
+        return least_memory(_with_optimizer_in_backward(planner).costs)
     if runs_kernels:
-        step = _with_optimizer_in_backward(step)
+        planner = _with_optimizer_in_backward(planner)
         if active_fake_mode() is None and not is_profiling():
-            step = step.measured(timed=False)
-    plan = least_memory(step.whole)
-    _warn_of_no_saving(True, plan, step)
+            planner = planner.measured(timed=False)
+    plan = least_memory(planner.costs_with_gradients)
+    _warn_of_no_saving(True, plan, planner)
     return plan
 
 
@@ -402,13 +411,13 @@ def _least(step: BudgetPlanner, runs_kernels: bool) -> Plan:
 _SAVES_NOTHING: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
-def _warn_of_no_saving(option: Any, plan: Plan, step: BudgetPlanner) -> None:
+def _warn_of_no_saving(option: Any, plan: Plan, planner: BudgetPlanner) -> None:
     """Warns, once for a model and an option, if a plan takes no less than training without one."""
-    model = step.model
+    model = planner.model
     said = _SAVES_NOTHING.setdefault(model, set())
     if repr(option) in said:
         return
-    costs = step.whole
+    costs = planner.costs_with_gradients
     plain = simulate(Plan.keep_all(len(costs)), costs).peak
     peak = simulate(plan, costs).peak
     if plain and peak >= plain:

@@ -8,9 +8,11 @@ the block:
 
     SIGINT    KeyboardInterrupt    discarded    0.2 s    KeyboardInterrupt    the block ends
 
-Where no exception can pass none is raised at first. As autograd begins a node, it asks a tensor for
-its device and sizes, in a C++ function that is `noexcept`; a fake tensor answers in Python, and an
-exception there would end the process by `std::terminate`.
+Where an exception would end the process by `std::terminate` none is raised at first. As autograd
+begins a node, it asks a tensor for its device and sizes, in a C++ function that is `noexcept`; a
+fake tensor answers in Python. And while an operator runs below a mode of torch's, a C++ destructor
+sets the mode again, which throws if it is set: an interrupt in the `__exit__` that removes it would
+leave it there.
 """
 
 import _thread
@@ -59,7 +61,7 @@ class _Kept:
             self.arrived = True
             main = threading.get_ident()
             threading.Thread(target=self._repeat, args=(main,), daemon=True).start()
-        if not _is_asked(frame):
+        if not _is_asked(frame) and not _changes_mode(frame):
             raise KeyboardInterrupt
 
     def leave(self) -> None:
@@ -138,6 +140,22 @@ def _is_asked(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _changes_mode(frame: FrameType | None) -> bool:
+    """Returns whether code of torch's is on its way into a `with` block or out of it."""
+    while frame is not None:
+        if frame.f_code.co_name in {"__enter__", "__exit__"}:
+            of_contextlib = _module(frame) == "contextlib"
+            owner = frame.f_back if of_contextlib else frame
+            if owner is not None and _module(owner).startswith("torch."):
+                return True
+        frame = frame.f_back
+    return False
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
 
 
 def _is_handled(thread: int) -> bool:

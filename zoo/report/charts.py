@@ -145,19 +145,19 @@ def phase_starts(timeline: Timeline) -> tuple[int, int, int, int]:
     return 0, backward, next(after, length), length
 
 
-def places(timeline: Timeline, events: Sequence[float]) -> list[float]:
+def axis_positions(timeline: Timeline, events: Sequence[float]) -> list[float]:
     """Maps events of a recorded timeline to the axis of a training step."""
     *starts, end = phase_starts(timeline)
     # without an optimizer the step ends where the optimizer would begin
     on_axis = np.interp(events, [*starts, max(end, starts[-1] + 1)], EDGES)
-    return [round(place, 5) for place in on_axis.tolist()]
+    return [round(position, 5) for position in on_axis.tolist()]
 
 
 def recomputations(timeline: Timeline) -> list[list[float]]:
     """Returns the ranges of recomputation on the axis of a training step."""
     marks = [*timeline["phases"], [timeline["length"], ""]]
     return [
-        places(timeline, (start, stop))
+        axis_positions(timeline, (start, stop))
         for (start, phase), (stop, _) in pairwise(marks)
         if phase == "recompute" and stop > start
     ]
@@ -165,8 +165,8 @@ def recomputations(timeline: Timeline) -> list[list[float]]:
 
 def totals(timeline: Timeline, without: Sequence[str] = ()) -> list[int]:
     """Returns the bytes of all categories but `without`, at each point that is drawn."""
-    counted = [sizes for name, sizes in timeline["bytes"].items() if name not in without]
-    return [sum(sizes) for sizes in zip(*counted, strict=True)] or [0] * len(timeline["points"])
+    shown = [sizes for name, sizes in timeline["bytes"].items() if name not in without]
+    return [sum(sizes) for sizes in zip(*shown, strict=True)] or [0] * len(timeline["points"])
 
 
 def phase_peaks(timelines: Mapping[str, Timeline]) -> dict[str, dict[str, int]]:
@@ -203,9 +203,9 @@ def memory_chart(timelines: Mapping[str, Timeline], *, without: Sequence[str] = 
         curve: Any = {"x": ends, "y": _scaled(heights, divisor), "low": [0.0] * len(ends)}
         layers.append(StepCurve(color=color, name=name, alpha=0.1, tips=tips, **curve))
         most = max(sizes)
-        place = ends[sizes.index(most)]
+        peak_x = ends[sizes.index(most)]
         # the last of several runs is the lowest; its text goes below, off the others'
-        peaks.append(_peak(color, place, most, divisor, below=len(peaks) == len(shown) - 1 > 0))
+        peaks.append(_peak(color, peak_x, most, divisor, below=len(peaks) == len(shown) - 1 > 0))
     return Chart(x, y, [*layers, *peaks])
 
 
@@ -221,9 +221,9 @@ def categories_chart(timeline: Timeline, highest: int) -> Chart:
         layers.append(StepCurve(color=color_of(name), name=name, alpha=1.0, width=0, **area))
         # hovering lists the areas in the order of the stack, the topmost first
         tips = {name: [*map(format_bytes, sizes)], **tips}
-    (place,) = places(timeline, [timeline["peak"]["point"]])
+    (peak_x,) = axis_positions(timeline, [timeline["peak"]["point"]])
     outline = StepCurve(color="faint", x=ends, y=_scaled(top, divisor), width=1, tips=tips)
-    return Chart(x, y, [*layers, outline, _peak("ink", place, timeline["peak"]["bytes"], divisor)])
+    return Chart(x, y, [*layers, outline, _peak("ink", peak_x, timeline["peak"]["bytes"], divisor)])
 
 
 def _step(highest: int) -> tuple[Axis, Axis, int, list[Layer]]:
@@ -237,7 +237,7 @@ def _step(highest: int) -> tuple[Axis, Axis, int, list[Layer]]:
 
 
 def _points(timeline: Timeline) -> tuple[list[float], dict[str, list[str]]]:
-    """Returns the places and the tips of points, and of the end, which has nothing new.
+    """Returns the x positions and the tips of points, and of the end, which has nothing new.
 
     Module and line are those of the latest allocation.
     """
@@ -247,12 +247,12 @@ def _points(timeline: Timeline) -> tuple[list[float], dict[str, list[str]]]:
         for kind, column in enumerate(("module", "line")):
             if any(texts := [visible(names[number][kind]) for number in at]):
                 tips[column] = [text or MISSING for text in (*texts, texts[-1])]
-    return [*places(timeline, timeline["points"]), EDGES[-1]], tips
+    return [*axis_positions(timeline, timeline["points"]), EDGES[-1]], tips
 
 
-def _peak(color: str, place: float, size: int, divisor: int, below: bool = False) -> Marks:
+def _peak(color: str, x: float, size: int, divisor: int, below: bool = False) -> Marks:
     text = f"peak {format_bytes(size)}"
-    return Marks(color=color, spots=[(place, size / divisor)], text=text, below=below)
+    return Marks(color=color, spots=[(x, size / divisor)], text=text, below=below)
 
 
 def plan_chart(plan: Plan, steps: Mapping[str, Any]) -> Chart:
@@ -271,10 +271,10 @@ def plan_chart(plan: Plan, steps: Mapping[str, Any]) -> Chart:
     for count in sorted(set(runs)):
         color, words = RUNS[count]
         boxes, tips = [], defaultdict[str, list[str]](list)
-        for place, column in enumerate(axis.columns):
+        for position, column in enumerate(axis.columns):
             if part := [step for step in column if runs[step] == count]:
-                low, size = tops[place], sum(saved[step] for step in part)
-                tops[place] += size
+                low, size = tops[position], sum(saved[step] for step in part)
+                tops[position] += size
                 boxes.append((*_sides(column, axis, GAP), *_scaled((low, low + size), divisor)))
                 tips["step"].append(spoken(part, names))
                 tips["saves"].append(format_bytes(size))

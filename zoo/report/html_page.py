@@ -96,10 +96,10 @@ def _section(comparison: Comparison, row: ModelRow) -> dict[str, Any]:
     if plan is not None and len(plan.flatten()) != len(steps["names"]):
         plan = None
     peaks = ((kind, row.peaks["peak"][kind]) for kind in row.variants)
-    known = {kind: size for kind, size in peaks if size is not None}
+    sizes = {kind: size for kind, size in peaks if size is not None}
     # the frontier's plans free no gradients early, so it does not include the third variant
     times = {"baseline": 1.0, "checkpointed": median(row.time_ratios("checkpointed")).value}
-    measured = {kind: (known[kind], time) for kind, time in times.items() if time and kind in known}
+    measured = {kind: (sizes[kind], time) for kind, time in times.items() if time and kind in sizes}
     drawn: dict[str, charts.Chart] = {}
     if timelines:
         drawn["memory"] = charts.memory_chart(timelines)
@@ -124,9 +124,9 @@ def _section(comparison: Comparison, row: ModelRow) -> dict[str, Any]:
         "frontier": frontier,
         "numbers": [f"#{VARIANTS[kind]}" for kind in timelines],
         # the last variant that can be compared with the baseline
-        "headline": [*known][-1] if "baseline" in known and len(known) > 1 else None,
+        "headline": [*sizes][-1] if "baseline" in sizes and len(sizes) > 1 else None,
         # step peaks as shares of the largest
-        "bars": [(kind, size / max(1, *known.values())) for kind, size in known.items()],
+        "bars": [(kind, size / max(1, *sizes.values())) for kind, size in sizes.items()],
         "phases": charts.phase_peaks(timelines),
         "categories": [name for name in charts.CATEGORIES if name in recorded],
         "missing": {
@@ -192,8 +192,8 @@ def _points(comparison: Comparison) -> Iterator[tuple[str, int, dict[str, int]]]
     """Yields the variant, the event and the bytes by category of each recorded point."""
     for kind in VARIANTS:
         timeline = comparison.get(kind, {}).get("timeline", {"points": ()})
-        for place, event in enumerate(timeline["points"]):
-            yield kind, event, {name: sizes[place] for name, sizes in timeline["bytes"].items()}
+        for index, event in enumerate(timeline["points"]):
+            yield kind, event, {name: sizes[index] for name, sizes in timeline["bytes"].items()}
 
 
 def _counters(comparisons: Sequence[Comparison]) -> Iterator[dict[str, Any]]:

@@ -110,8 +110,8 @@ def draw_comparison(rows: Sequence[ModelRow], heading: Heading, paths: Sequence[
             offset = (order - (len(shown) - 1) / 2) * height
             color = COLORS[charts.color_of(kind)]
             sizes = np.array(peaks[kind]) / divisor
-            places = np.arange(len(rows)) + offset
-            bars = memory.barh(places, sizes, height, color=color, label=name)
+            centers = np.arange(len(rows)) + offset
+            bars = memory.barh(centers, sizes, height, color=color, label=name)
             memory.bar_label(bars, [_peak_text(row, kind) for row in rows], padding=4, fontsize=9)
             for number, row in enumerate(rows):
                 # beside its bar; one alone in the middle
@@ -138,13 +138,13 @@ def _peak_text(row: ModelRow, kind: str) -> str:
     return text if kind == "baseline" or ratio is None else f"{text}  ({ratio:.1%})"
 
 
-def _draw_time(axes: Axes, place: float, pairs: Sequence[float], color: str) -> None:
+def _draw_time(axes: Axes, y: float, pairs: Sequence[float], color: str) -> None:
     text, middle, _ = median(pairs)
     if middle is not None:
         ends = quartiles(pairs) or [middle, middle]
-        axes.plot(ends, [place, place], color=color, lw=2)
-        axes.plot([middle], [place], "o", color=color, ms=7)
-        _annotate(axes, text, (ends[1], place), (8, 0), fontsize=9, va="center")
+        axes.plot(ends, [y, y], color=color, lw=2)
+        axes.plot([middle], [y], "o", color=color, ms=7)
+        _annotate(axes, text, (ends[1], y), (8, 0), fontsize=9, va="center")
 
 
 @contextmanager
@@ -194,8 +194,8 @@ def draw_chart(axes: Axes, chart: charts.Chart, **legend: Any) -> None:
                 axes.step(layer.x, layer.y, where="post", **style)
         elif isinstance(layer, charts.Marks):
             # once per group
-            known = axes.get_legend_handles_labels()[1]
-            style["label"] = "" if layer.group in known else layer.group
+            labels = axes.get_legend_handles_labels()[1]
+            style["label"] = "" if layer.group in labels else layer.group
             shape = charts.SHAPES[layer.shape][0]
             axes.plot(*zip(*layer.spots, strict=True), shape, ms=0.8 * layer.size, **style)
     if chart.x.log:
@@ -254,7 +254,7 @@ def _name_marks(axes: Axes, chart: charts.Chart) -> None:
     sizes = [text.get_window_extent().size for text in texts]
     # the file may have another resolution than the screen
     point = axes.figure.dpi / 72
-    boxes = place(spots, sizes, axes.get_window_extent(), lines, point)
+    boxes = text_boxes(spots, sizes, axes.get_window_extent(), lines, point)
     for text, spot, box in zip(texts, spots, boxes, strict=True):
         text.set_position(tuple((box.min - spot) / point))
         away = np.maximum(np.maximum(box.min - spot, spot - box.max), 0)
@@ -262,7 +262,7 @@ def _name_marks(axes: Axes, chart: charts.Chart) -> None:
             text.arrow_patch.set_visible(bool(np.hypot(*away) > BESIDE * point))
 
 
-def place(
+def text_boxes(
     spots: Sequence[Any], sizes: Sequence[Any], frame: Bbox, lines: Sequence[Line], point: float
 ) -> list[Bbox]:
     """Returns positions for texts of given widths and heights beside spots, in pixels.

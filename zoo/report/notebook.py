@@ -128,7 +128,7 @@ def curves(
         axes.set_ylim(None if "y" in log else 0)
         axes.yaxis.set_major_formatter("{x:g}")
         if len(x) < 10:
-            axes.set_xticks(x, [f"{place:g}" for place in x])
+            axes.set_xticks(x, [f"{number:g}" for number in x])
         axes.minorticks_off()
         bare(axes, "both")
         axes.legend(frameon=False)
@@ -173,26 +173,26 @@ def moments(plan: Plan) -> list[tuple[int, str, dict[int, str]]]:
     The number is that of a step of the plan. Steps are assumed equal, each with one input that its
     backward needs.
     """
-    held: dict[int, str] = {}
-    found: list[tuple[int, str, dict[int, str]]] = []
+    inputs: dict[int, str] = {}
+    listed: list[tuple[int, str, dict[int, str]]] = []
 
     def run(items: Sequence[Item], phase: str, color: str) -> None:
         for steps in ([*indices(item)] for item in items):
-            held.setdefault(steps[0], color)
-            found.extend((step, phase, dict(held)) for step in steps)
+            inputs.setdefault(steps[0], color)
+            listed.extend((step, phase, dict(inputs)) for step in steps)
 
     def back(items: Sequence[Item]) -> None:
         for item in reversed(items):
             if isinstance(item, int):
-                found.append((item, "backward", dict(held)))
-                del held[item]
+                listed.append((item, "backward", dict(inputs)))
+                del inputs[item]
             else:
                 run(item, "recompute", "recomputed")
                 back(item)
 
     run(plan, "forward", "kept")
     back(plan)
-    return found
+    return listed
 
 
 def stepwise(titles: Mapping[str, Plan]) -> None:
@@ -203,9 +203,9 @@ def stepwise(titles: Mapping[str, Plan]) -> None:
     with figure("", 0.9 + 0.19 * steps, len(titles), ratios=lengths) as row:
         for axes, (title, plan) in zip(row, titles.items(), strict=True):
             shown = moments(plan)
-            for x, (_, _, held) in enumerate(shown):
-                colors = [COLORS[color] for color in held.values()]
-                axes.bar([x] * len(held), 0.9, 0.9, [step - 0.45 for step in held], color=colors)
+            for x, (_, _, inputs) in enumerate(shown):
+                colors = [COLORS[color] for color in inputs.values()]
+                axes.bar([x] * len(inputs), 0.9, 0.9, [s - 0.45 for s in inputs], color=colors)
             for phase, shape in marks.items():
                 spots = [(x, step) for x, (step, now, _) in enumerate(shown) if now == phase]
                 if spots:
@@ -229,13 +229,13 @@ def figure(
     }
     with rc_context({**STYLE, **family}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")
-        made = Figure(figsize=(WIDTH, height + 0.3 * bool(title)), layout="constrained")
+        drawing = Figure(figsize=(WIDTH, height + 0.3 * bool(title)), layout="constrained")
         if title:
-            made.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        grid = made.subplots(rows, columns, squeeze=False, width_ratios=ratios)
+            drawing.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        grid = drawing.subplots(rows, columns, squeeze=False, width_ratios=ratios)
         yield list(grid.flat)
         file = io.StringIO()
-        made.savefig(file, format="svg", dpi=dpi, metadata={"Date": None})
+        drawing.savefig(file, format="svg", dpi=dpi, metadata={"Date": None})
     # a hundredth of a point is invisible
     picture = re.sub(r"(\.\d\d)\d+", r"\1", file.getvalue())
 
@@ -248,5 +248,5 @@ def figure(
 def translated(text: str) -> str:
     """Translates the words of charts into the notebook's language."""
     words = WORDS[_language]
-    known = rf"\b(?:{'|'.join(words)})"
-    return re.sub(known, lambda found: words[found[0]], text) if words else text
+    pattern = rf"\b(?:{'|'.join(words)})"
+    return re.sub(pattern, lambda match: words[match[0]], text) if words else text

@@ -24,8 +24,8 @@ VARIANTS = {
     "optimizer_in_backward": "+ optimizer in backward",
 }
 PEAKS = ("peak", "activation_peak", "tensor_peak", "tensor_activation_peak", "reserved_peak")
-# the way out for a baseline that does not repeat its own numbers, and where it was taken
-WAY_OUT = "--deterministic has torch choose kernels that repeat theirs"
+# the way out for a baseline that does not repeat its own numbers, or that it was taken already
+WAY_OUT = "--deterministic makes torch choose deterministic kernels"
 TAKEN = "torch's deterministic algorithms were on"
 # the status of a record whose cell ran out of memory
 UNFIT = "does not fit"
@@ -50,7 +50,7 @@ DEFINITIONS = {
         "the same less parameters, buffers, optimizer state, inputs and the gradients that exist "
         "at that moment"
     ),
-    "of tensors alone": (
+    "without workspaces": (
         "the activation peak without kernel workspaces, which differ from processor to processor "
         "and with the threads"
     ),
@@ -59,7 +59,7 @@ DEFINITIONS = {
         "what runs out; PYTORCH_ALLOC_CONF=expandable_segments:True leaves few gaps; absent on "
         "the CPU, whose allocator reserves nothing"
     ),
-    "(ratio)": "of what stands in front of it to the baseline",
+    "(ratio)": "preceding value / baseline",
     "step time": (
         "over that of the baseline, taken in turn on the same batches: the median of n pairs and, "
         "from 5 pairs on, [quartiles]"
@@ -140,7 +140,7 @@ class ModelRow:
         largest_ratio: the largest accepted ratio of "checkpointed"'s step peak to the baseline's.
         peaks: bytes by name and variant. "peak" and "activation_peak" are the allocator's, with
             kernel workspaces, which differ from processor to processor; "tensor_peak" and
-            "tensor_activation_peak" are of tensors alone, None in older results without them;
+            "tensor_activation_peak" leave these out, None in older results without them;
             "reserved_peak" is None on the CPU.
         shows_reserved: whether any row of the table has a "reserved_peak".
         step_seconds, fits: by variant, as far as measured.
@@ -222,7 +222,7 @@ class ModelRow:
             "parameters": TableCell([Number(parameters, self.parameters)]),
             **{f"step peak: {name}": self.peak_cell(kind) for kind, name in shown.items()},
             "activation peak": self.peak_cell(*KINDS, peak="activation_peak"),
-            "of tensors alone": self.peak_cell(*KINDS, peak="tensor_activation_peak"),
+            "without workspaces": self.peak_cell(*KINDS, peak="tensor_activation_peak"),
             **(
                 {"reserved": self.peak_cell(*KINDS, peak="reserved_peak")}
                 if self.shows_reserved
@@ -233,11 +233,11 @@ class ModelRow:
         }
 
 
-def first_measured(comparisons: Sequence[Comparison], known: Iterable[str] = ()) -> Any:
+def first_measured(comparisons: Sequence[Comparison], keys: Iterable[str] = ()) -> Any:
     """Returns the first record with an environment that has the `known` keys; or {}."""
     records = (record for comparison in comparisons for record in comparison.values())
     measured = (record for record in records if record.get("environment"))
-    return next((record for record in measured if record["environment"].keys() >= {*known}), {})
+    return next((record for record in measured if record["environment"].keys() >= {*keys}), {})
 
 
 def heading(comparisons: Sequence[Comparison], name: str, command: str) -> Heading:
@@ -256,17 +256,17 @@ def heading(comparisons: Sequence[Comparison], name: str, command: str) -> Headi
 
 def rows(comparisons: Sequence[Comparison]) -> list[ModelRow]:
     """Returns a row for each comparison."""
-    found = [_row(number, comparison) for number, comparison in enumerate(comparisons)]
+    table = [_row(number, comparison) for number, comparison in enumerate(comparisons)]
     reserved = any(
-        size is not None for row in found for size in row.peaks["reserved_peak"].values()
+        size is not None for row in table for size in row.peaks["reserved_peak"].values()
     )
-    return [replace(row, shows_reserved=reserved) for row in found]
+    return [replace(row, shows_reserved=reserved) for row in table]
 
 
 def variants(rows: Sequence[ModelRow]) -> dict[str, str]:
     """Returns the variants in any row, and their names."""
-    found = {*KINDS, *(kind for row in rows for kind in row.variants)}
-    return {kind: name for kind, name in VARIANTS.items() if kind in found}
+    kinds = {*KINDS, *(kind for row in rows for kind in row.variants)}
+    return {kind: name for kind, name in VARIANTS.items() if kind in kinds}
 
 
 def median(ratios: Sequence[float]) -> Number:
@@ -291,9 +291,9 @@ def differences(
     """
     first: dict[str, int] = {}
     pairs = zip_longest(baseline, checkpointed, fillvalue=dict[str, str]())
-    for step, (one, other) in enumerate(pairs, start=1):
-        for name in {**one, **other}:
-            if one.get(name) != other.get(name):
+    for step, (digests, other) in enumerate(pairs, start=1):
+        for name in {**digests, **other}:
+            if digests.get(name) != other.get(name):
                 first.setdefault(name, step)
     return [f"{name} from step {step} on" for name, step in first.items()]
 
@@ -367,10 +367,10 @@ def _faults(
             f"{name}: the baseline does not repeat its own numbers: two trainings of it differ in "
             f"{', '.join(varying)}, so nothing can be compared bit for bit; {way_out}"
         )
-    for kind, found in differing.items():
-        if found and not varying:
+    for kind, names in differing.items():
+        if names and not varying:
             whose = " with the optimizer in the backward" * (kind == "optimizer_in_backward")
-            yield f"{name}{whose} is not exact: it differs in {', '.join(found)}"
+            yield f"{name}{whose} is not exact: it differs in {', '.join(names)}"
     if ratio is not None and ratio > largest:
         yield (
             f"{name} takes {ratio:.3f} of the baseline's step peak; largest_ratio is {largest:g}"
@@ -386,13 +386,13 @@ def _batch(model: Mapping[str, Any]) -> str:
 
 def _arguments(model: Mapping[str, Any]) -> str:
     """Lists arguments other than the defaults; an image size that the batch shows is left out."""
-    given = {} if model["checkpoint"] is True else {"checkpoint": _text(model["checkpoint"])}
+    shown = {} if model["checkpoint"] is True else {"checkpoint": _text(model["checkpoint"])}
     if model.get("optimizer", DEFAULT_OPTIMIZER) != DEFAULT_OPTIMIZER:
-        given["optimizer"] = model["optimizer"]
+        shown["optimizer"] = model["optimizer"]
     for name, value in model.get("arguments", {}).items():
         if (name, value) != ("image_size", model["size"]):
-            given[name] = value
-    return ", ".join(f"{name}={value}" for name, value in given.items())
+            shown[name] = value
+    return ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
 def _text(checkpoint: bool | int | str) -> str:

@@ -28,7 +28,7 @@ class AxisLabel(NamedTuple):
 
     @property
     def middle(self) -> float:
-        """The place at which the text is centered."""
+        """The position at which the text is centered."""
         return (self.start + self.stop) / 2
 
 
@@ -53,9 +53,9 @@ def step_axis(names: Sequence[str], blocks: Sequence[int]) -> StepAxis:
     long = len(names) > MOST_STEPS
     columns = runs if long else [range(step, step + 1) for step in range(len(names))]
     edges = [
-        column + place / len(steps)
+        column + index / len(steps)
         for column, steps in enumerate(columns)
-        for place in range(len(steps))
+        for index in range(len(steps))
     ]
     edges.append(len(columns))
     labels = [
@@ -75,11 +75,11 @@ def step_axis(names: Sequence[str], blocks: Sequence[int]) -> StepAxis:
     for group in groups:
         label = AxisLabel(_stage(group), group[0].start, group[-1].stop)
         # a repeated sequence gets one label: embed, decode, embed, decode -> "embed, decode"
-        for place in range(max(len(stages) - 2, 0), len(stages)):
-            if label.text in stages[place].text.split(", "):
-                texts = ", ".join(old.text for old in stages[place:]).split(", ")
-                label = AxisLabel(", ".join(dict.fromkeys(texts)), stages[place].start, label.stop)
-                del stages[place:]
+        for index in range(max(len(stages) - 2, 0), len(stages)):
+            if label.text in stages[index].text.split(", "):
+                texts = ", ".join(old.text for old in stages[index:]).split(", ")
+                label = AxisLabel(", ".join(dict.fromkeys(texts)), stages[index].start, label.stop)
+                del stages[index:]
                 break
         stages.append(label)
     return StepAxis(edges, columns, numbers, stages)

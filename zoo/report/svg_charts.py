@@ -64,7 +64,7 @@ class _Plot:
         self.chart = chart
 
     def across(self, x: float) -> float:
-        """Returns a place across, as a share of the width."""
+        """Returns the position of an x as a share of the width."""
         axis = self.chart.x
         start, stop, x = map(math.log2, (axis.start, axis.stop, x)) if axis.log else (
             axis.start, axis.stop, x
@@ -72,7 +72,7 @@ class _Plot:
         return (x - start) / (stop - start)
 
     def down(self, y: float) -> float:
-        """Returns a place in pixels below the upper edge."""
+        """Returns the position of a y in pixels below the upper edge."""
         axis = self.chart.y
         return round((axis.stop - y) / (axis.stop - axis.start) * HEIGHT, 1)
 
@@ -99,20 +99,20 @@ class _Plot:
         middles = [self.across(label.middle) for label in axis.labels]
         rooms = [math.inf, *(right - left for left, right in pairwise(middles)), math.inf]
         for label, middle, around in zip(axis.labels, middles, pairwise(rooms), strict=False):
-            place = f"--middle: {_percent(middle)}; --room: {_percent(min(*around, 1.0))}"
+            style = f"--middle: {_percent(middle)}; --room: {_percent(min(*around, 1.0))}"
             text = escape(label.text)
-            yield f'<span title="{text}" style="{place}"><span>{text}</span></span>'
+            yield f'<span title="{text}" style="{style}"><span>{text}</span></span>'
         for tick in () if axis.labels else ticks(axis):
-            place = f"--middle: {_percent(self.across(tick))}; --room: 60px"
-            yield f'<span style="{place}"><span>{axis.format % tick}</span></span>'
+            style = f"--middle: {_percent(self.across(tick))}; --room: 60px"
+            yield f'<span style="{style}"><span>{axis.format % tick}</span></span>'
         if axis.title:
             yield f'<span class="axis">{escape(axis.title)}</span>'
 
     def _grid(self) -> Iterator[str]:
         x, y = self.chart.x, self.chart.y
         lines = [label.start for label in x.labels[1:]] if x.labels else ticks(x)
-        for place in map(_percent, map(self.across, lines)):
-            yield f'<line class="grid" x1="{place}" x2="{place}" y2="{HEIGHT}"/>'
+        for across in map(_percent, map(self.across, lines)):
+            yield f'<line class="grid" x1="{across}" x2="{across}" y2="{HEIGHT}"/>'
         for tick in ticks(y):
             down = self.down(tick)
             yield f'<line class="grid" x2="100%" y1="{down}" y2="{down}"/>'
@@ -149,13 +149,13 @@ class _Plot:
         return shapes
 
     def _steps(self, x: Sequence[float], y: Sequence[float], *, is_back: bool = False) -> str:
-        """Returns the path of a step curve, which is constant up to the next place to the right."""
-        across, downs = [round(WIDE * self.across(place)) for place in x], [*map(self.down, y)]
+        """Returns the path of a step curve, which is constant up to the next x to the right."""
+        across, downs = [round(WIDE * self.across(value)) for value in x], [*map(self.down, y)]
         path = f"{across[0]} {downs[0]:g}"
-        for (before, last), (place, down) in pairwise(zip(across, downs, strict=True)):
+        for (before, last), (end, down) in pairwise(zip(across, downs, strict=True)):
             if down != last:
-                # a value holds up to the next place on its right
-                path += f"H{before if is_back else place}V{down:g}"
+                # a value holds up to the next x on its right
+                path += f"H{before if is_back else end}V{down:g}"
         return f"{path}H{across[-1]}"
 
     def _parts(self, curves: Sequence[StepCurve]) -> Iterator[str]:
@@ -163,13 +163,13 @@ class _Plot:
         points: list[dict[int, int]] = [{} for _ in range(PARTS)]
         for number, curve in enumerate(curves):
             latest = 0
-            places = [min(int(PARTS * self.across(x)), PARTS - 1) for x in curve.x]
+            parts = [min(int(PARTS * self.across(x)), PARTS - 1) for x in curve.x]
             for part in range(PARTS):
-                within = [n for n in range(latest, len(places)) if places[n] == part]
+                within = [n for n in range(latest, len(parts)) if parts[n] == part]
                 points[part][number] = max([latest, *within], key=curve.y.__getitem__)
                 latest = max([latest, *within])
-        for part, found in enumerate(points if curves else ()):
-            lines = [_told(curves[number].tips, point) for number, point in found.items()]
+        for part, latest_points in enumerate(points if curves else ()):
+            lines = [_told(curves[number].tips, point) for number, point in latest_points.items()]
             # those of several curves are a line each
             told = lines[0] if len(lines) == 1 else [", ".join(line) for line in lines]
             yield (

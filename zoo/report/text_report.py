@@ -17,17 +17,17 @@ from zoo.report.two_runs import CellChanges, TwoRuns, as_entries, as_markdown
 
 CAPTION = (
     "step peak: of the whole step, judged by largest_ratio; activation peak: without resident "
-    "memory; both the allocator's, with kernel workspaces; of tensors alone: without these; "
+    "memory; both the allocator's, with kernel workspaces; without workspaces: the tensors only; "
     "(ratio) to the baseline; times relative to the baseline's"
 )
 IN_BACKWARD = "+ optimizer in backward: checkpointed, and each gradient is used and freed at once"
 # columns that a table leaves out in a narrow terminal, in this order
 LEFT_OUT_FIRST = (
-    *("parameters", "batch", "of tensors alone", "activation peak", "reserved"),
+    *("parameters", "batch", "without workspaces", "activation peak", "reserved"),
     "step time: + optimizer in backward",
 )
 # where a heading or a cell may break into the next line
-BREAK = re.compile(r"(?<=:) | (?=[→\[(]|n=|tensors|alone|in backward|peak$)")
+BREAK = re.compile(r"(?<=:) | (?=[→\[(]|n=|workspaces|in backward|peak$)")
 
 
 def write_report(
@@ -63,8 +63,8 @@ def write_report(
 
 def tables(rows: Sequence[ModelRow], runs: TwoRuns | None) -> dict[str, list[dict[str, Any]]]:
     """Returns the numbers of a report by table: models, timings and, of two runs, compared."""
-    found = {"models": [*_models(rows)], "timings": [*_timings(rows)]}
-    return found if runs is None else {**found, "compared": as_entries(runs)}
+    by_name = {"models": [*_models(rows)], "timings": [*_timings(rows)]}
+    return by_name if runs is None else {**by_name, "compared": as_entries(runs)}
 
 
 def csv_files(rows: Sequence[ModelRow], runs: TwoRuns | None) -> dict[str, str]:
@@ -76,8 +76,8 @@ def _models(rows: Sequence[ModelRow]) -> Iterator[dict[str, Any]]:
     """Yields an entry per model, bytes and ratios unrounded."""
     _, *others = shown = variants(rows)
     for row in rows:
-        given = ("model", "arguments", "checkpoint", "batch", "parameters")
-        entry = {name: getattr(row, name) for name in given}
+        columns = ("model", "arguments", "checkpoint", "batch", "parameters")
+        entry = {name: getattr(row, name) for name in columns}
         entry |= _peaks(row, "peak", shown)
         entry |= {_of("peak_ratio", kind): row.ratio(kind) for kind in others}
         entry |= _peaks(row, "activation_peak", KINDS)

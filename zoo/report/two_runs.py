@@ -119,7 +119,7 @@ class TwoRuns(NamedTuple):
             "In the earlier run only": self.only_before,
         }
         notes = [f"The earlier run: {self.name}{f', ended {self.measured}' * bool(self.measured)}."]
-        notes += [f"{what}: {'; '.join(found)}." for what, found in named.items() if found]
+        notes += [f"{what}: {'; '.join(texts)}." for what, texts in named.items() if texts]
         return [*map(visible, notes)]
 
 
@@ -135,7 +135,7 @@ def environment_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> s
     """Lists the differences of two records' environments: 'torch 2.13.0 → 2.14.1'."""
     old, new = ((record.get("environment") or {}) for record in (before, after))
     pairs = ((key, old.get(key), new.get(key)) for key in ENVIRONMENT)
-    return ", ".join(f"{key} {one} → {other}" for key, one, other in pairs if one != other)
+    return ", ".join(f"{key} {then} → {now}" for key, then, now in pairs if then != now)
 
 
 def two_runs(now: Sequence[Comparison], before: Sequence[Comparison], name: str) -> TwoRuns:
@@ -199,8 +199,8 @@ def _changes(before: _Cell, now: _Cell) -> CellChanges:
     digests = [record["digests"] for record in records if "digests" in record]
     is_same = len(digests) == 2 and settings[0] == settings[1]
     past, present = old.time_ratios(kind), new.time_ratios(kind)
-    one, other = quartiles(past), quartiles(present)
-    is_clear = bool(one and other and (one[1] < other[0] or other[1] < one[0]))
+    ranges = sorted(filter(None, (quartiles(past), quartiles(present))))
+    is_clear = len(ranges) == 2 and ranges[0][1] < ranges[1][0]
     changes = {
         "step peak": Change(old.size(kind), new.size(kind)),
         "activation peak": Change(
@@ -215,7 +215,7 @@ def _changes(before: _Cell, now: _Cell) -> CellChanges:
 
 
 def _untimed(now: Sequence[Comparison], before: Sequence[Comparison]) -> list[str]:
-    old, new = ([found.get("timing", {}) for found in run] for run in (before, now))
+    old, new = ([comparison.get("timing", {}) for comparison in run] for run in (before, now))
     done = [record for record in old if record.get("status") == "done" and "cell" in record]
     timed = set(map(subject, done))
     return [

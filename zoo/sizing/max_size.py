@@ -18,7 +18,8 @@ from torch import nn
 from zoo.api.track import CopiedStep, mean_of
 from zoo.engine.devices import counts_memory, random_state_restored
 from zoo.errors import ArgumentError, BudgetError, Interrupted, shortened
-from zoo.invocation import Inputs, Loss, check_loss, check_module
+from zoo.invocation import Inputs, check_loss, check_module
+from zoo.loss import Loss
 from zoo.planner.plan import Plan
 from zoo.policy.budget import (
     Budget,

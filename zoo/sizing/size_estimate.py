@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from zoo.api.plan import planner_for
 from zoo.errors import ArgumentError, BudgetError, InputError
-from zoo.invocation import Inputs, Invocation, Loss, sizes_hint
+from zoo.invocation import Inputs, Invocation, sizes_hint
+from zoo.loss import Loss
 from zoo.planner.plan import Plan
 from zoo.policy.budget import BudgetPlanner, optimal_planner
 from zoo.policy.options import option_for, plan_or_option
@@ -194,7 +195,7 @@ def extrapolated(
             costs.append(None)
             continue
         sizes = zip(before.sizes, after.sizes, strict=False)
-        ratio = max((size / known for known, size in sizes if known), default=1.0)
+        ratio = max((new / old for old, new in sizes if old), default=1.0)
         workspace = math.ceil(kernel.workspace * ratio)
         costs.append(KernelCosts(kernel.seconds * ratio, workspace, kernel.held))
     return costs

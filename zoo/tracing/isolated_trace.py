@@ -36,16 +36,8 @@ from zoo.engine.saved_tensors import pack, unpack
 from zoo.engine.segments import thread
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, InputError, ZooError, in_a_line, shortened
-from zoo.invocation import (
-    Invocation,
-    Loss,
-    UnknownTargets,
-    device_of,
-    kernel_device,
-    own_loss,
-    sizes_hint,
-    with_loss_errors,
-)
+from zoo.invocation import Invocation, device_of, kernel_device, sizes_hint
+from zoo.loss import Loss, UnknownTargets, own_loss, with_loss_errors
 from zoo.models.model import Model
 from zoo.planner.step_log import StepLog
 from zoo.profiling.cudnn_recurrent import flattened

@@ -81,7 +81,9 @@ class _Touched:
 def partition(model: nn.Module, trace: StepTrace, blocks: Collection[str]) -> Outline:
     """Cuts a model's training step into steps; `blocks` are the paths of its blocks."""
     graph, touched = trace.graph, _touched(trace)
-    calls = [call for call in graph.calls if call.index in touched and call.index < graph.of_model]
+    calls = [
+        call for call in graph.calls if call.index in touched and call.index < graph.model_operators
+    ]
     functions = _functions(trace)
     starts = _useful(_cuts(calls, touched, functions), calls, trace)
     parts = [calls[start:end] for start, end in itertools.pairwise([*starts, len(calls)])]
@@ -104,9 +106,9 @@ def partition(model: nn.Module, trace: StepTrace, blocks: Collection[str]) -> Ou
         lines=tuple(next((call.line for call in part if call.line), "") for part in parts),
         shapes=tuple(_shapes(part, touched) for part in parts),
         parameters=tuple(
-            _parameters(graph, *ends) for ends in itertools.pairwise([*cuts, graph.of_model])
+            _parameters(graph, *ends) for ends in itertools.pairwise([*cuts, graph.model_operators])
         ),
-        cuts=(*cuts, *([graph.of_model] if trace.has_loss else ())),
+        cuts=(*cuts, *([graph.model_operators] if trace.has_loss else ())),
     )
 
 
@@ -118,7 +120,7 @@ def _first_operators(starts: Sequence[int], calls: Sequence[Call]) -> list[int]:
 def _useful(starts: Sequence[int], calls: Sequence[Call], trace: StepTrace) -> list[int]:
     """Leaves out starts of steps that no plan gains by."""
     # those of the model alone, so that steps do not depend on whether the loss is known
-    log = trace.log.before(trace.graph.of_model) if trace.has_loss else trace.log
+    log = trace.log.before(trace.graph.model_operators) if trace.has_loss else trace.log
     within = [calls[start].within for start in starts]
     kept = useful_cuts(log, _first_operators(starts, calls), within)
     return [starts[number] for number in kept]

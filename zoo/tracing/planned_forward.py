@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -47,9 +47,9 @@ from zoo._torch import (
 )
 from zoo.engine.kernel_segments import (
     Conductor,
-    Script,
+    PlannedBranch,
     conducts,
-    fastest,
+    fastest_branch,
     reason_for_plain,
 )
 from zoo.engine.operator_effects import resolved
@@ -276,7 +276,7 @@ class BlockMark(Patch):
 
 @dataclass
 class Notices:
-    """What was said about a model, `name`; each is said once."""
+    """Warnings about a model, `name`; each is logged once."""
 
     name: str
     said: set[str] = field(default_factory=set)
@@ -292,12 +292,12 @@ class Notices:
 
 @dataclass
 class Traces:
-    """Scripts of the forwards traced for inputs of one kind, the one to begin with last.
+    """Branches of the forward traced for inputs of one kind, the one to begin with last.
 
     Attributes:
         spec: that of the latest traced inputs.
-        branches: for each branch of the forward the script of its plan, and for a budget those of
-            plans for larger inputs.
+        branches: each branch of the forward with its plan, and for a budget with plans for larger
+            inputs.
         strayed: whether the last forward went by none of them; `stray` is its trace, if it could be
             traced ahead.
         can_be_planned: whether no planning failed.
@@ -305,11 +305,20 @@ class Traces:
     """
 
     spec: InputSpec
-    branches: list[Script] = field(default_factory=list)
+    branches: list[PlannedBranch] = field(default_factory=list)
     strayed: bool = False
     stray: tuple[Invocation, StepTrace] | None = None
     can_be_planned: bool = True
     plannings: int = 0
+
+
+class TracedForward(NamedTuple):
+    """A traced forward: its arguments, their spec, the trace and the operators without the loss."""
+
+    given: Invocation
+    spec: InputSpec
+    trace: StepTrace
+    operators: Sequence[Operator]
 
 
 class PatchedForward(Patch):
@@ -321,9 +330,14 @@ class PatchedForward(Patch):
     Attributes:
         option: what the user chose, from which plans are made.
         patterns: the modules that the user named as blocks.
-        latest: the script that the last forward ran by, or that it planned for the next; None
+        latest: the branch that the last forward ran by, or that it planned for the next; None
             before the first.
+        traced: the forward that was planned for last, if `keeps_trace`: other options can be
+            planned for it.
     """
+
+    keeps_trace = False
+    traced: TracedForward | None = None
 
     def __init__(
         self,
@@ -349,8 +363,8 @@ class PatchedForward(Patch):
             )
         # the most recently used kind of inputs last
         self.traces: dict[InputSpec, Traces] = {}
-        self.latest: Script | None = None
-        # whether a step ran, which a plan may no longer end
+        self.latest: PlannedBranch | None = None
+        # whether a step ran: from then on a failed planning is a warning, and ends no training
         self.has_run = False
         # whether gradients came from neither parameters nor arguments
         self.has_hidden_gradients = False
@@ -469,12 +483,12 @@ class PatchedForward(Patch):
                 "block by block, which may take more than the budget: sizes that no tensor among "
                 "the arguments shows are known only then. The next of this kind is planned for",
             )
-        if (used := conductor.script) is not None:
+        if (used := conductor.branch) is not None:
             # the next forward begins with the fastest that would have served this one
-            first = fastest(traces.branches[::-1], used.operators, conductor.sizes) or used
+            first = fastest_branch(traces.branches[::-1], used.operators, conductor.sizes) or used
             # not in place: during a sort other threads would find the list empty
             traces.branches = sorted(traces.branches, key=lambda one: one is first)
-        self.latest = conductor.script
+        self.latest = conductor.branch
         if self.option.is_bounded and self._is_to_be_planned(traces, spec):
             # else the next forward is traced, whatever it does
             with contextlib.suppress(ArgumentError):
@@ -493,7 +507,7 @@ class PatchedForward(Patch):
             self._go_by_blocks(traces, error)
 
     def _is_to_be_planned(self, traces: Traces, spec: InputSpec) -> bool:
-        """Returns whether a forward is traced, since no script is known for it, and planned for."""
+        """Returns whether a forward is traced, since no branch is known for it, and planned for."""
         is_new = (not traces.branches or traces.strayed) and traces.can_be_planned
         # under a profiler no kernel can be measured
         waits = self.has_run and self.option.is_bounded and is_profiling()
@@ -550,8 +564,8 @@ class PatchedForward(Patch):
         return without_modes(step_trace_of, self.module(), given, self.option.step.loss)
 
     def _plan_traced(self, given: Invocation, spec: InputSpec, trace: StepTrace) -> None:
-        operators = [*map(resolved, trace.graph.operators[: trace.graph.of_model])]
-        self._plan(given, spec, trace, operators)
+        operators = [*map(resolved, trace.graph.operators[: trace.graph.model_operators])]
+        self.plan_for(TracedForward(given, spec, trace, operators))
 
     def _plan_first(
         self, given: Invocation, traces: Traces, forward: Callable[..., PyTree]
@@ -618,7 +632,7 @@ class PatchedForward(Patch):
         try:
             trace = without_modes(step.trace, outputs)
             trace.graph.visits = conductor.visits
-            self._plan(given, spec, trace, conductor.operators)
+            self.plan_for(TracedForward(given, spec, trace, conductor.operators))
             if self.option.step.loss is not None:
                 self.notices.warn(
                     "loss",
@@ -632,10 +646,10 @@ class PatchedForward(Patch):
             self._go_by_blocks(traces, error)
         return outputs
 
-    def _plan(
-        self, given: Invocation, spec: InputSpec, trace: StepTrace, operators: Sequence[Operator]
-    ) -> None:
+    def plan_for(self, traced: TracedForward) -> None:
         """Plans for a traced forward, unless there is a plan that serves it."""
+        given, spec, trace, operators = traced
+        self.traced = traced if self.keeps_trace else None
         traces, count = self._traces_for(spec), self._plannings(spec)
         sizes = [0] * len(operators)
         for call in trace.graph.calls:
@@ -650,19 +664,21 @@ class PatchedForward(Patch):
                 "for arguments like these: what goes by none of these plans goes block by block",
                 MOST_PLANNINGS,
             )
-        if fastest(traces.branches, operators, dict(enumerate(sizes))) is not None:
+        if fastest_branch(traces.branches, operators, dict(enumerate(sizes))) is not None:
             # it was another forward that strayed
             return
         if count:
             again = "%s: another path or larger inputs, planned again (%d of %d)"
             _log.info(again, self.notices.name, count + 1, MOST_PLANNINGS)
         outline, plans = without_modes(self._plans_for, given, trace)
-        scripts = [
-            Script(operators, outline.cuts[: len(outline)], plan, trace.graph.visits, sizes, room)
+        branches = [
+            PlannedBranch(
+                operators, outline.cuts[: len(outline)], plan, trace.graph.visits, sizes, room
+            )
             for plan, room in plans
         ]
-        traces.spec, traces.branches = spec, [*traces.branches, *reversed(scripts)]
-        self.latest = scripts[0]
+        traces.spec, traces.branches = spec, [*traces.branches, *reversed(branches)]
+        self.latest = branches[0]
 
     @torch.enable_grad()
     def _plans_for(

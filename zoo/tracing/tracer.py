@@ -87,13 +87,13 @@ class Graph:
         operators: the names of all that were dispatched, also of metadata queries. Without
             `saved_tensors_hooks` autograd dispatches a `detach` for each result that it saves.
         visits: for each call of a block the operators dispatched before it, if blocks were marked.
-        of_model: how many of the operators are the model's; the rest are the loss's.
+        model_operators: how many of the operators are the model's; the rest are the loss's.
     """
 
     calls: list[Call] = field(default_factory=list)
     operators: list[str] = field(default_factory=list)
     visits: dict[Visit, int] = field(default_factory=dict)
-    of_model: int = 0
+    model_operators: int = 0
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -178,7 +178,7 @@ class Tracer(KernelMode):
 
     def note_end_of_model(self) -> None:
         """Notes that the model has returned; later calls are the loss's, which is in no module."""
-        self._graph.of_model = len(self._graph.operators)
+        self._graph.model_operators = len(self._graph.operators)
         self.paths = {}
 
     def __torch_dispatch__(

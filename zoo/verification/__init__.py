@@ -1,1 +1,1 @@
-"""What `zoo.verify` compares, and how a difference is worded."""
+"""Comparison of training states bit for bit, and the report of `zoo.verify`."""

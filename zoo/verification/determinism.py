@@ -1,17 +1,16 @@
 """Trains by torch's deterministic algorithms, for models that do not repeat their own numbers.
 
-A kernel that adds up by atomic operations rounds differently each time, so that two trainings
-without any plan differ, and nothing can be compared bit for bit. Of torch's settings against that
-one alone does not suffice:
+A kernel that adds by atomic operations rounds differently each time, so that two trainings without
+any plan differ, and nothing can be compared bit for bit. No single setting of torch prevents that:
 
     use_deterministic_algorithms   other kernels; an operator that has none raises
-    cudnn.benchmark                off: it chooses among kernels by the seconds that they took
+    cudnn.benchmark                off: it chooses among kernels by measured time
     CUBLAS_WORKSPACE_CONFIG        for cuDNN's LSTM and GRU, as torch's page on nn.LSTM says; other
-                                   products repeat themselves without it (pytorch#161749). It is
-                                   read once in a process, and what was read stays
+                                   products repeat themselves without it (pytorch#161749). A
+                                   process reads it only once
 
-Errors and not torch's warnings: by warnings, attention on CUDA goes on with its kernels whose
-gradients do not repeat themselves.
+torch's mode that warns does not suffice: there attention on CUDA keeps its kernels whose gradients
+do not repeat themselves.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ from zoo._torch import CUDA_SETTINGS, compiler_settings
 from zoo.errors import DeterminismError
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-# those with which cuBLAS repeats itself
+# values with which cuBLAS is deterministic
 WORKSPACES = (":4096:8", ":16:8")
 # how to read and to write what cuDNN chooses by
 CUDNN = CUDA_SETTINGS["cudnn_benchmark"], CUDA_SETTINGS["cudnn_deterministic"]
@@ -36,7 +35,7 @@ REFUSAL = re.compile(r"([^:]+) does not have a deterministic implementation")
 def deterministic_algorithms(wanted: bool = True) -> Iterator[None]:
     """Makes torch use deterministic algorithms inside the block, if wanted; restores all settings.
 
-    Whether torch fills memory that is not initialized stays as it is, by default it does.
+    Whether torch then fills uninitialized memory, its default, is not changed.
 
     Raises:
         DeterminismError: torch has none for an operator in the block.
@@ -72,11 +71,11 @@ def deterministic_algorithms(wanted: bool = True) -> Iterator[None]:
 
 
 def _refusal(error: BaseException | None) -> str | None:
-    """Words what torch refuses in deterministic mode; None for any other error."""
+    """Words torch's refusal in deterministic mode; None for any other error."""
     while error is not None:
-        if found := REFUSAL.search(str(error)):
+        if match := REFUSAL.search(str(error)):
             return (
-                f"torch has no deterministic algorithm for {found[1].strip()}, which "
+                f"torch has no deterministic algorithm for {match[1].strip()}, which "
                 "deterministic=True (--deterministic) needs: leave that out, or have the model "
                 "compute this by another operator"
             )

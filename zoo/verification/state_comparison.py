@@ -1,7 +1,7 @@
-"""The state that a step of training leaves, by name, and the first bit in which two differ.
+"""Records the state after a training step, by name, and compares two records bit for bit.
 
 `torch.testing.assert_close` compares numbers: it takes 0.0 for -0.0 and stops at a NaN. Here bits
-are compared, also those of counters and flags that modules keep, and of random streams.
+are compared, also those of modules' counters and flags, and of random streams.
 """
 
 import dataclasses
@@ -15,9 +15,9 @@ from zoo._torch import PyTree, pytree
 from zoo.profiling.tensor_spec import flattened
 from zoo.verification.verdict import Difference
 
-# what torch's modules have of their own, but for the mode
+# attributes of every torch module, but for its mode
 BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
-# by kind and name: tensors as they are, everything else as its repr
+# by kind and name: tensors themselves, everything else as its repr
 Record = dict[tuple[str, str], Any]
 
 
@@ -34,11 +34,11 @@ def record(
 
     `streams` are the states that `read_streams` returns; without `optimizer` its state is left out.
     """
-    given = (pair for part in inputs for pair in _named("input", part))
+    named_inputs = (pair for part in inputs for pair in _named("input", part))
     kinds: dict[str, Iterable[tuple[str, Any]]] = {
         "output": _named("output", _as_dicts(outputs)),
         "loss": [("loss", loss)],
-        "input gradient": _gradients(given),
+        "input gradient": _gradients(named_inputs),
         "parameter gradient": _gradients(model.named_parameters()),
         "buffer": model.named_buffers(),
         "parameter": model.named_parameters(),
@@ -125,7 +125,7 @@ def _named(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields what modules keep beside parameters and buffers: counters, flags, caches, state."""
+    """Yields modules' attributes beside parameters and buffers: counters, flags, caches, state."""
     for path, module in model.named_modules():
         for key, value in vars(module).items():
             if key not in BOOKKEEPING:
@@ -133,7 +133,7 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _as_dicts(outputs: PyTree) -> PyTree:
-    """Returns outputs with dicts in the place of dataclasses, which torch takes for leaves."""
+    """Returns outputs with dicts for dataclasses, which torch takes for leaves."""
 
     def as_dict(leaf: PyTree) -> PyTree:
         if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):

@@ -9,8 +9,8 @@ from zoo.units import counted
 
 
 @dataclass(frozen=True)
-class Place:
-    """A module: the number of its call from 0, its path, and what it did, as a relative clause."""
+class ModuleCall:
+    """A call of a module: its number from 0, the module's path, and what it did, as a clause."""
 
     number: int
     name: str
@@ -30,7 +30,7 @@ class Difference:
         differing, elements: how many numbers differ in a bit, of how many.
         largest: the largest absolute difference; inf where one of the two is not a number.
         note: what differs when it is not numbers, else ''.
-        place: the first module whose output or gradient differs; None if unknown.
+        module: the first module whose output or gradient differs; None if unknown.
     """
 
     kind: str
@@ -40,15 +40,15 @@ class Difference:
     elements: int = 0
     largest: float = 0.0
     note: str = ""
-    place: Place | None = None
+    module: ModuleCall | None = None
 
     def __str__(self) -> str:
         count = f"{self.differing} of {self.elements} elements, by at most {self.largest:.3g}"
         name = "" if self.name == self.kind else f" {self.name}"
         text = f"{self.kind}{name} after training step {self.training_step} ({self.note or count})."
-        if (place := self.place) is None:
+        if (module := self.module) is None:
             return text
-        return f"{text} The first of its modules is {place.name}, {place.what}."
+        return f"{text} The first of its modules is {module.name}, {module.what}."
 
 
 @dataclass(frozen=True)

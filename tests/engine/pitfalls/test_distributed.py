@@ -19,7 +19,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zoo
 from tests.processes import Failures, failures_in
-from tests.training import Call, Program, assert_exact, frozen, gradients, net, plain, state_of
+from tests.training import (
+    Call,
+    Program,
+    assert_exact,
+    frozen,
+    gradients,
+    net,
+    plain,
+    state_of,
+)
 
 
 class Model(nn.Module):
@@ -161,20 +170,6 @@ def train_sharded(model: Any, function: Callable[[Any, Tensor], Any]) -> Any:
     return found, [frozen(shard.full_tensor()) for shard in shards]
 
 
-def collectives() -> None:
-    """One of the forward and one of its gradient: a replay has what the other processes sent."""
-    counts, reduce = [], distributed.all_reduce
-    model, (x, *_) = SyncNorm(), batches()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            distributed, "all_reduce", lambda *a, **k: (counts.append(1), reduce(*a, **k))[1]
-        )
-        for call in (plain, zoo.recompute):
-            call(model, x).sum().backward()
-            counts.append(0)
-    assert counts == [1, 1, 0] * 2
-
-
 def stepped_early() -> None:
     """The optimizer steps between two backwards; FSDP2 gathers the new parameters unasked."""
     model, (x, *_) = fully_shard(Block()), batches()
@@ -234,8 +229,7 @@ EXACT: dict[str, Program] = {
     "pipeline": pipeline(Schedule1F1B, 2),
     "pipeline of parts of a backward": pipeline(ScheduleInterleavedZeroBubble, 4),
 }
-OTHERS = {"collectives": collectives, "stepped early": stepped_early}
-CHECKS: dict[str, Callable[[], None]] = OTHERS | {
+CHECKS: dict[str, Callable[[], None]] = {"stepped early": stepped_early} | {
     name: functools.partial(assert_exact, program) for name, program in EXACT.items()
 }
 
