@@ -17,14 +17,22 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 runtime = ctypes.CDLL(None)
-counts = (ctypes.c_size_t * 3).in_dll(runtime, "software_kernels")
+kernels, copies = (
+    (ctypes.c_size_t * 3).in_dll(runtime, name) for name in ("software_kernels", "software_copies")
+)
 torch.backends.cudnn.enabled = False
 
-def launched(call, *given):
-    "Returns kernels that were launched, captured and replayed during a call."
+def launched(call, *given, counts=kernels):
+    "Returns kernels that were launched, captured and replayed during a call; or copies."
     before = [*counts]
     call(*given)
     return [now - then for now, then in zip(counts, before)]
+
+def work(call, *given):
+    "Returns kernels and copies that were launched, captured and replayed during a call."
+    of_copies = []
+    of_kernels = launched(lambda: of_copies.extend(launched(call, *given, counts=copies)))
+    return of_kernels, of_copies
 
 def draws():
     "Returns captured, seed, offset and offset in the graph of each dropout's launch."
@@ -125,7 +133,7 @@ def rows(name):
             return loss
 
         train = zoo.make_graphed_step(step, model=model, optimizer=optimizer)
-        yield [launched(train, *batch) for _ in range(6)]
+        yield [work(train, *batch) for _ in range(6)]
 
 found["families"] = {name: [*rows(name)] for name in MODELS}
 torch.backends.cudnn.enabled = False
@@ -135,13 +143,27 @@ torch.backends.cudnn.enabled = False
 def test_steps_of_all_families_are_captured_and_replayed(found: Any) -> None:
     assert len(found["families"]) == 6
     for name, plans in found["families"].items():
-        for _, _, (eager, *none), first, *replays in plans:
-            copies = first[0]
+        for calls in plans:
+            _, _, (eager, *none), first, *replays = (kernels for kernels, _ in calls)
+            around = first[0]
             assert none == [0, 0], name
             # the batch in and the loss out are copied; every kernel of an eager step is replayed
-            assert first == [copies, eager, eager], name
-            assert replays == [[copies, 0, eager]] * 2, name
-            assert copies <= 3 < eager, name
+            assert first == [around, eager, eager], name
+            assert replays == [[around, 0, eager]] * 2, name
+            assert around <= 3 < eager, name
+
+
+def test_copies_of_what_is_written_later_are_in_the_graph(found: Any) -> None:
+    # such as those of a batch's classes, and of masks, which no dispatch mode sees
+    for name, plans in found["families"].items():
+        for calls in plans:
+            _, _, eager, first, *replays = (copies for _, copies in calls)
+            # an eager step copies its loss out, too
+            of_step = eager[0] - 1
+            assert first[1:] == [of_step, of_step], name
+            assert [replay[1:] for replay in replays] == [[0, of_step]] * 2, name
+    of_language_model, *_ = found["families"]["gpt2_small"]
+    assert of_language_model[-1][1][2] > 0
 
 
 MASKS = """

@@ -34,7 +34,7 @@ static size_t used;
    returns the error, and the capture is of no use from then on. */
 
 struct node { const void* function; void* to; const void* from; size_t size; };
-struct graph { size_t count, kernels; struct node* nodes; };
+struct graph { size_t count, kernels, copies; struct node* nodes; };
 /* where a handle points: a stream and a handle of cuBLAS or cuDNN, which has one; and an event */
 struct stream { unsigned long long id; size_t work, joined; int blocking; struct stream* own; };
 struct event { unsigned long long id; struct stream* of; size_t work; int recorded; };
@@ -47,8 +47,8 @@ static struct {
   struct graph* graph;
 } capture;
 static __thread int thread_mode = cudaStreamCaptureModeGlobal, last;
-/* kernels so far: launched one by one, recorded by captures, launched by graphs */
-size_t software_kernels[3];
+/* kernels and copies so far: launched one by one, recorded by captures, launched by graphs */
+size_t software_kernels[3], software_copies[3];
 
 static int failed(int error) { return last = error; }
 
@@ -77,6 +77,7 @@ static int record(struct stream* stream, struct node node) {
     int waits = capture.status && (size_t)stream < 2 && capture.origin->blocking;
     if (waits) return refused(cudaErrorStreamCaptureImplicit);
     software_kernels[0] += node.function != 0;
+    software_copies[0] += node.from != 0;
     return -1;
   }
   if (capture.status != cudaStreamCaptureStatusActive)
@@ -85,7 +86,9 @@ static int record(struct stream* stream, struct node node) {
   graph->nodes = realloc(graph->nodes, (graph->count + 1) * sizeof node);
   graph->nodes[graph->count++] = node;
   graph->kernels += node.function != 0;
+  graph->copies += node.from != 0;
   software_kernels[1] += node.function != 0;
+  software_copies[1] += node.from != 0;
   capture.loose += stream != capture.origin && stream->work == stream->joined;
   stream->work++;
   return 0;
@@ -199,6 +202,7 @@ int cudaGraphInstantiateWithFlags(struct graph** made, struct graph* graph) {
 int cudaGraphLaunch(struct graph* graph, struct stream* stream) {
   if (is_captured(stream)) return refused(cudaErrorStreamCaptureUnsupported);
   software_kernels[2] += graph->kernels;
+  software_copies[2] += graph->copies;
   for (struct node* node = graph->nodes; node < graph->nodes + graph->count; node++)
     if (node->from) memcpy(node->to, node->from, node->size);
   return 0;
