@@ -90,6 +90,7 @@ def found() -> Any:
         REFUSED,
         WAITING,
         OPTIMIZERS,
+        VERIFIED,
         FAMILIES,
     )
     return cuda_runtime.run("\n".join((COMMON, *parts, "print(json.dumps(found))")))
@@ -468,6 +469,21 @@ def test_an_optimizer_in_the_backward_is_captured(found: Any) -> None:
     *_, (eager, _, _), first, second, third = found["in backward"]
     assert first[1:] == [eager, eager]
     assert second == third == [first[0], 0, eager]
+
+
+VERIFIED = """
+import importlib
+verification = importlib.import_module("zoo.api.verify")
+# no kernel runs here whose numbers could be compared
+first_difference, verification.first_difference = verification.first_difference, lambda *_: None
+report = zoo.verify(Program(False).model, x, cuda_graph=True)
+verification.first_difference = first_difference
+found["verified"] = [report.steps, report.replays]
+"""
+
+
+def test_the_step_that_verify_compares_is_captured(found: Any) -> None:
+    assert found["verified"] == [6, 3]
 
 
 EVENTS = """

@@ -121,6 +121,12 @@ class GraphedStep:
             return self._replay(self._capture(graphs, kind, trial, batch, device), batch)
         return own_outputs(self._run_eagerly(graphs, kind, batch, device))
 
+    def reason(self) -> str:
+        """Returns why calls ran eagerly that were not the first ones; '' if none did."""
+        if len(self._kinds) > 1:
+            return f"the batches differ in shapes or values, of which there are {len(self._kinds)}"
+        return "".join(kind.changing for kind in self._kinds.values())
+
     def reset(self) -> None:
         """Drops all graphs and their memory; the next calls run eagerly, as the first ones did."""
         self._kinds.clear()
@@ -289,6 +295,11 @@ class GraphedStep:
                 f"{self._name} is called under autocast, whose casts of weights would outlive the "
                 "step; enter torch.autocast inside of the step"
             )
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Returns whether steps on a device are captured, not run as they are."""
+    return graphs_on(device) is not None
 
 
 def make_graphed_step(
