@@ -145,7 +145,8 @@ class KernelLog(KernelMode):
         # contents of storages from before the step that kernels use, and constants of the step
         self.contents: dict[int, UntypedStorage] = {}
         self.constants: list[Any] = []
-        for tensor in (one for one in gc.get_objects() if isinstance(one, Tensor)):
+        # `isinstance` would run Python of objects that are imported late
+        for tensor in (one for one in gc.get_objects() if issubclass(type(one), Tensor)):
             if self.memory.number_of(base := base_of(tensor)) is None:
                 self.memory.add(base)
         self.earlier = len(self.memory.references)
