@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.documents import ROOT, snippets
 from tests.profiling import cuda_runtime
 
 COMMON = """
@@ -91,6 +92,7 @@ def found() -> Any:
         WAITING,
         OPTIMIZERS,
         VERIFIED,
+        PAGE,
         FAMILIES,
     )
     return cuda_runtime.run("\n".join((COMMON, *parts, "print(json.dumps(found))")))
@@ -469,6 +471,19 @@ def test_an_optimizer_in_the_backward_is_captured(found: Any) -> None:
     *_, (eager, _, _), first, second, third = found["in backward"]
     assert first[1:] == [eager, eager]
     assert second == third == [first[0], 0, eager]
+
+
+(SNIPPET,) = snippets((ROOT / "docs" / "cuda-graphs.md").read_text("utf-8"))
+PAGE = f"""
+import contextlib, io
+with contextlib.redirect_stdout(io.StringIO()) as printed:
+    exec({SNIPPET.code!r}, {{"__name__": "__main__"}})
+found["page"] = printed.getvalue()
+"""
+
+
+def test_the_program_of_the_page_is_captured(found: Any) -> None:
+    assert found["page"] == "eager 3, captures 1, replays 3\n"
 
 
 VERIFIED = """
