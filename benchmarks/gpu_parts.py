@@ -40,11 +40,13 @@ STEPS, TIMED = 3, 7
 WARM = 5
 BASELINE, AGAIN, SWITCH, TRUE, PLAN = "baseline", "baseline again", "switch", "True", "plan"
 IN_BACKWARD = "True, optimizer in the backward"
+GRAPH = "True, CUDA graph"
 WAYS: dict[str, Callable[[peers.Training, Any], Any]] = {
     BASELINE: peers.METHODS["plain"].apply,
     AGAIN: peers.METHODS["plain"].apply,
     SWITCH: peers.METHODS[peers.OWN].apply,
     TRUE: peers.METHODS["zoo, True"].apply,
+    GRAPH: peers.METHODS["zoo, True"].apply,
     IN_BACKWARD: largest_batch.by_true_and_optimizer,
 }
 # what a user gets who does not set PYTORCH_ALLOC_CONF, for these of SPEED
@@ -66,7 +68,7 @@ def jobs(part: str, device: str, conf: str, *, small: bool) -> Iterator[Job]:
             yield make(name, tuple(f"{share:g}" for share in shares), only_on=case.only_on)
     elif part in ("speed", "graphs"):
         for name, case in gpu_cases.SPEED.items():
-            ways = (BASELINE, TRUE, PLAN)
+            ways = (BASELINE, TRUE, GRAPH, PLAN) if part == "speed" else (BASELINE, TRUE, PLAN)
             yield make(name, with_switch(ways, case), only_on=case.only_on)
         if part == "speed" and conf == SEGMENTS:
             for name in FRAGMENTED:
@@ -167,17 +169,23 @@ def speed(job: Job, write: Write) -> None:
         with row_of(job, variant, write, case) as row:
             training, took = begun(case, variant, job)
             row.update(took)
-            row["first_s"] = round(timed(partial(training.step, 0), job.device)[1], 2)
-            for step in range(1, STEPS):
-                training.step(step)
+            step: Callable[[int], Any] = training.step
+            if variant == GRAPH:
+                graphed = by_graph(training, job)
+                step = partial(seeded, graphed, training)
+            row["first_s"] = round(timed(partial(step, 0), job.device)[1], 2)
+            for number in range(1, WARM if variant == GRAPH else STEPS):
+                step(number)
             reset_peaks(job.device)
             steps = 1 if job.small else TIMED
-            pairs = [timed(partial(training.step, step), job.device) for step in range(steps)]
+            pairs = [timed(partial(step, number), job.device) for number in range(steps)]
             launched, done = (
                 1e3 * statistics.median(column) for column in zip(*pairs, strict=True)
             )
             row.update(ms=round(done, 2), cpu_ms=round(launched, 2), steps=steps)
             row.update(peaks(job.device))
+            if variant == GRAPH:
+                row["replays"] = graphed.replays
 
 
 def graphs(job: Job, write: Write) -> None:
@@ -191,13 +199,8 @@ def graphs(job: Job, write: Write) -> None:
             row["of"] = len(state)
 
 
-def after_steps(
-    case: Case, variant: str, job: Job, row: dict[str, Any], *, graphed: bool
-) -> tuple[dict[Any, Any], float]:
-    """Returns what steps with different batches leave, and the milliseconds of one."""
-    gc.collect()
-    torch.accelerator.empty_cache()
-    training, took = begun(case, variant, job)
+def by_graph(training: peers.Training, job: Job) -> zoo.GraphedStep:
+    """Returns the step of a training as a CUDA graph, where the device has graphs."""
     for group in training.optimizer.param_groups:
         # it counts its steps on the device
         group.update({"capturable": job.device == "cuda"} if "capturable" in group else {})
@@ -210,15 +213,29 @@ def after_steps(
         training.optimizer.zero_grad()
         return loss.detach()
 
-    train: Any = step
-    if graphed:
-        train = zoo.make_graphed_step(step, model=training.model, optimizer=training.optimizer)
+    return zoo.make_graphed_step(step, model=training.model, optimizer=training.optimizer)
+
+
+def seeded(train: Callable[..., Tensor], training: peers.Training, seed: int) -> Tensor:
+    """Runs a step on a training's batch, with these random numbers."""
+    torch.manual_seed(seed)
+    return train(*training.args, **training.kwargs)
+
+
+def after_steps(
+    case: Case, variant: str, job: Job, row: dict[str, Any], *, graphed: bool
+) -> tuple[dict[Any, Any], float]:
+    """Returns what steps with different batches leave, and the milliseconds of one."""
+    gc.collect()
+    torch.accelerator.empty_cache()
+    training, took = begun(case, variant, job)
+    train = by_graph(training, job)
 
     def roll(number: int) -> Tensor:
         args, kwargs = tree_map_only(
             Tensor, lambda tensor: tensor.roll(number, 0), (training.args, training.kwargs)
         )
-        return train(*args, **kwargs)
+        return (train if graphed else train.step)(*args, **kwargs)
 
     torch.manual_seed(1)
     for number in range(WARM):

@@ -73,6 +73,8 @@ BATCHES = """\
 The largest batch whose training step stays within a budget in bytes, and its samples per second, in
 float32, by `benchmarks/largest_batch.py`.
 """
+# where a step was to be a graph, and ran eagerly
+NO_GRAPH = "no graph"
 TESTS = "`make test-device DEVICE=cuda`, by file.\n"
 
 
@@ -224,11 +226,14 @@ def speed(rows: Rows) -> str:
     def cell(row: Row, _: dict[str, Row]) -> str:
         if "error" in row:
             return "failed"
+        if row.get("replays") == 0:
+            return NO_GRAPH
         share = f", {row['share']:g}" if "share" in row else ""
         times = f"{row['ms']:.3g} ({row['cpu_ms']:.3g})"
         return f"{times} ms, {format_bytes(row['allocated'])}{share}"
 
-    names = ("baseline", "switch", "blocks", "True", "True, optimizer in the backward", "plan")
+    names = ("baseline", "switch", "blocks", "True", "True, CUDA graph")
+    names += ("True, optimizer in the backward", "plan")
     return by_variant(rows, names, cell).replace("| plan ", "| plan, its share ")
 
 
@@ -271,10 +276,12 @@ def graphs(rows: Rows) -> str:
     def cell(row: Row, variants: dict[str, Row]) -> str:
         share = f", {row['share']:g}" if "share" in row else ""
         differs = f", {row['differing']} of {row['of']} differ" if row.get("differing") else ""
+        if row.get("replays") == 0:
+            return NO_GRAPH
         return f"{row['graph_ms']:.3g} ms{share}{differs}" if "graph_ms" in row else "failed"
 
     eager = [
-        {**row, "variant": "baseline, eager", "graph_ms": row["eager_ms"]}
+        {**row, "variant": "baseline, eager", "graph_ms": row["eager_ms"], "replays": None}
         for row in rows
         if row["variant"] == "baseline" and row.get("eager_ms") is not None
     ]
