@@ -19,7 +19,7 @@ from zoo.engine.recompute import recorders
 from zoo.engine.segments import thread
 
 # rooms whose lines run in each step
-ROOMS = ("/zoo/engine/", "/zoo/tracing/planned_forward")
+ROOMS = ("/zoo/engine/", *(f"/zoo/tracing/{name}" for name in ("planned", "forward", "plan_cache")))
 
 
 class Block(nn.Module):

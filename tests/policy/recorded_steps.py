@@ -45,10 +45,21 @@ class Step(NamedTuple):
 def key_of(spec: Any) -> str:
     """Returns a short name for a kernel call, by which its workspace is kept.
 
-    The recorded ones were made when a spec said what requires a gradient, not what is conjugate.
+    The recorded ones were made when a spec said what requires a gradient, not what is conjugate,
+    and had its arguments as one of torch's pytrees.
     """
-    text = repr(spec).replace(", conjugate=False, negative=False", "")
-    text = text.replace(", bytes=", ", requires_grad=False, bytes=")
+    import torch.utils._pytree as pytree  # noqa: PLC0415
+
+    def nested(value: Any) -> Any:
+        is_leaf = hasattr(value, "dtype") or not isinstance(value, tuple)
+        return None if is_leaf else list(map(nested, value))
+
+    kwargs = {name: nested(value) for name, value in spec.kwargs}
+    tree = pytree.tree_structure((tuple(map(nested, spec.args)), kwargs))
+    text = f"KernelSpec(operator={spec.operator!r}, leaves={spec.leaves!r}, tree={tree!r})"
+    text = text.replace(", conjugate=False, negative=False", "").replace(
+        ", bytes=", ", requires_grad=False, bytes="
+    )
     return hashlib.sha256(text[:LONGEST].encode()).hexdigest()[:10]
 
 

@@ -23,7 +23,7 @@ from zoo.errors import BudgetError, PlanError
 from zoo.invocation import InputSpec, Invocation
 from zoo.profiling import isolation, log_profile
 from zoo.profiling.peak_memory import measure_step
-from zoo.tracing import planned_forward
+from zoo.tracing.plan_cache import PlanCache
 from zoo.units import exact_bytes
 
 Inputs = Callable[[int], tuple[Tensor, ...]]
@@ -365,7 +365,7 @@ def test_planning_that_does_not_pay_stops_and_says_so_once(
                 x = self.layer(x).sin()
             return x
 
-    monkeypatch.setattr(planned_forward, "MOST_PLANNINGS", 3)
+    monkeypatch.setattr(PlanCache, "most_plannings", 3)
     caplog.set_level(logging.INFO, "zoo")
     model = zoo.checkpoint(Looping(), **option)
     found = works(model, lambda n: (torch.rand(n, 8),), [4] * 12, work)
@@ -379,7 +379,7 @@ def test_planning_that_does_not_pay_stops_and_says_so_once(
 def test_sizes_that_are_planned_for_no_more_go_by_the_plan_of_the_largest(
     monkeypatch: pytest.MonkeyPatch, work: list[str]
 ) -> None:
-    monkeypatch.setattr(planned_forward, "MOST_PLANNINGS", 2)
+    monkeypatch.setattr(PlanCache, "most_plannings", 2)
     model = zoo.checkpoint(Net())
     found = works(model, lambda n: (images(n),), (2, 5, 5, 11, 11), work)
     assert found == [True, True, False, False, False]

@@ -13,6 +13,7 @@ from torch import Tensor
 from zoo._torch import FakeTensor, FakeTensorMode
 from zoo.profiling.fake_results import (
     ALIKE,
+    IN_PLACE,
     MAKERS,
     POINTWISE,
     result_by_rule,
@@ -36,7 +37,11 @@ def fakes(mode: FakeTensorMode) -> list[Tensor]:
             *dense,
             dense[0].to(memory_format=torch.channels_last),
             dense[0].transpose(1, 2),
+            dense[1].transpose(1, 2),
+            dense[0].expand(1, 2, 4, 6, 8)[0].permute(3, 0, 2, 1),
             dense[0][:, ::2],
+            dense[0][:, 1:3],
+            dense[0][:, :2],
             torch.empty(2, 4, 6, 8, dtype=torch.float64),
             torch.empty(2, 4, 6, 8, dtype=torch.int64),
         ]
@@ -74,11 +79,12 @@ def agrees(func: Any, *args: Any, **kwargs: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize("func", sorted(POINTWISE, key=str), ids=str)
+@pytest.mark.parametrize("func", sorted(POINTWISE | IN_PLACE, key=str), ids=str)
 def test_arithmetic(func: Any) -> None:
     count = sum(argument.type.kind() == "TensorType" for argument in func._schema.arguments)
     mode = FakeTensorMode()
-    others = (0.5,) if func is aten.threshold_backward.default else ()
+    is_with_number = func is aten.threshold_backward.default or "Scalar" in str(func)
+    others = (0.5,) if is_with_number else ()
     found = []
     for tensors in itertools.product(fakes(mode), repeat=count):
         found.append(agrees(func, *tensors, *others))
@@ -90,7 +96,35 @@ def test_arithmetic(func: Any) -> None:
 def test_arithmetic_with_a_number(size: float) -> None:
     # an integer tensor times a fraction is of another type: torch is asked
     mode = FakeTensorMode()
-    assert sum(agrees(aten.mul.Tensor, tensor, size) for tensor in fakes(mode)) == 6
+    assert sum(agrees(aten.mul.Tensor, tensor, size) for tensor in fakes(mode)) == 11
+
+
+def test_arithmetic_with_a_complex_number_asks_torch() -> None:
+    assert not any(agrees(aten.mul.Tensor, tensor, 1j) for tensor in fakes(FakeTensorMode()))
+
+
+@pytest.mark.parametrize("axes", [2, 3])
+def test_products(axes: int) -> None:
+    shapes = (6, 4), (4, 6), (4, 4), (4,)
+    with FakeTensorMode():
+        tensors = [torch.empty(*(2,) * (axes - 2), *shape) for shape in shapes]
+        tensors += [tensors[0].mT, tensors[0].double()]
+    product = aten.mm.default if axes == 2 else aten.bmm.default
+    found = [agrees(product, *pair) for pair in itertools.product(tensors, repeat=2)]
+    assert any(found)
+    assert not all(found)
+    if axes == 2:
+        triples = itertools.product(tensors, repeat=3)
+        assert 0 < sum(agrees(aten.addmm.default, *three) for three in triples) < len(tensors) ** 3
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1, 4])
+def test_concatenation(dim: int) -> None:
+    tensors = fakes(FakeTensorMode())
+    tensors += [tensors[0][:, :0], tensors[0][0, 0, 0, :0]]
+    found = [agrees(aten.cat.default, pair, dim) for pair in itertools.product(tensors, repeat=2)]
+    assert any(found) is (dim < 4)
+    assert not all(found)
 
 
 def test_views() -> None:

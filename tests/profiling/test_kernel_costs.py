@@ -10,6 +10,7 @@ from torch.utils import flop_counter
 from tests.profiling.models import Repeated, profile
 from tests.training import Residuals, images
 from zoo.cli.values import rated_device
+from zoo.engine.operator_effects import resolved
 from zoo.errors import ArgumentError
 from zoo.planner.costs import StepCosts
 from zoo.profiling import kernel_costs as kernels
@@ -86,7 +87,7 @@ def test_each_kind_of_kernel_runs_once_in_a_process(monkeypatch: pytest.MonkeyPa
     assert names.count("aten.addmm.default") == 1
 
 
-def spec(operator: Any, *args: Tensor) -> KernelSpec:
+def spec(operator: Any, *args: Any) -> KernelSpec:
     found = KernelSpec.of(operator, args, {})
     assert found is not None
     return found
@@ -99,6 +100,29 @@ def test_a_kernel_that_takes_no_such_numbers_is_left_to_an_estimate() -> None:
     assert unknown is None
     assert known is not None
     assert known.seconds > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_does_not_run_for_its_workspace_takes_none(dtype: torch.dtype) -> None:
+    x, specs = torch.rand(8, 64, 6, dtype=dtype), []
+    for func in map(resolved, kernels.WITHOUT_WORKSPACE):
+        kinds = [argument.type.kind() for argument in func._schema.arguments]
+        for one in (x, x[:, ::2], x[:, :, :2].transpose(0, 1)):
+            lists = ([one, one],) * kinds.count("ListType")
+            number = (0.5,) if "threshold" in str(func) else ()
+            given = *lists, *(one for kind in kinds if kind == "TensorType"), *number
+            specs.append(spec(func, *given))
+    assert all(map(kernels._takes_no_workspace, specs))
+    assert {cost and cost.workspace for cost in measure_kernels(specs, CPU)} == {0}
+
+
+def test_a_kernel_that_makes_a_tensor_of_an_argument_runs_for_its_workspace() -> None:
+    add, x = torch.ops.aten.add.Tensor, torch.rand(8)
+    assert not kernels._takes_no_workspace(spec(add, x, 2.0))
+    assert not kernels._takes_no_workspace(spec(add, x, x.double()))
+    (cost,) = measure_kernels([spec(add, x, x.double())], CPU, timed=False)
+    assert cost is not None
+    assert cost.workspace > 0
 
 
 def test_views_of_one_storage_share_it_and_others_are_cut_out_of_theirs() -> None:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 import zoo
 from tests.tracing.models import Net, UNet
 from tests.training import assert_same, images, train
-from zoo.tracing import isolated_trace, planned_forward
+from zoo.tracing import isolated_trace
+from zoo.tracing.plan_cache import PlanCache
+from zoo.tracing.planned_forward import patched_forward
 from zoo.tracing.tracer import Tracer
 
 
@@ -53,7 +55,7 @@ def count_traces(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 def test_of_too_many_kinds_the_one_that_was_used_longest_ago_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(planned_forward, "MOST_KINDS", 2)
+    monkeypatch.setattr(PlanCache, "most_kinds", 2)
     traced, model = count_traces(monkeypatch), zoo.checkpoint(Summing(), "cheap")
     for count in (2, 5, 2, 11, 2):
         model(torch.rand(count, 4, 6))
@@ -74,7 +76,7 @@ def test_a_budget_is_kept_to_under_autocast_that_came_later(make: Callable[[], A
     for enabled in (False, True, True, False):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             model(make())
-        plans.append(planned_forward.patched_forward(model).latest)
+        plans.append(patched_forward(model).latest)
     without, first, second, again = plans
     assert first is second
     assert "aten._to_copy.default" not in map(str, without.operators)

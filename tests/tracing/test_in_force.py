@@ -111,8 +111,8 @@ def test_the_mode_of_each_module_is_part_of_what_a_plan_is_for() -> None:
         plans.append(zoo.plan_of(model))
     patched = patched_forward(model)
     assert patched is not None
-    assert len(patched.traces) == 3
-    assert not any(traces.strayed for traces in patched.traces.values())
+    assert len(patched.cache.kinds) == 3
+    assert not any(kind.strayed for kind in patched.cache.kinds.values())
     assert plans[0] == plans[-1]
 
 

@@ -285,7 +285,7 @@ def test_threads_may_share_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forward(size: int) -> None:
         batch = torch.empty(size, 50 - size)
-        patched._traces_for(patched._spec(Invocation((batch,))))
+        patched.cache.kind_of(patched._spec(Invocation((batch,))))
 
     # another thread runs meanwhile
     for name in ("__hash__", "growth_over"):

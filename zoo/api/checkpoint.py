@@ -15,9 +15,10 @@ from zoo.policy.options import Checkpoint, CountedStep, option_for
 from zoo.profiling.log_profile import Outline
 from zoo.profiling.optimizer_memory import OptimizerOption
 from zoo.profiling.progress import shown
+from zoo.tracing.forward_patch import Patch
 from zoo.tracing.isolated_trace import step_trace_of
 from zoo.tracing.partition import check_switches, partition, paths_of
-from zoo.tracing.planned_forward import Patch, PatchedForward, named_steps, patched_forward
+from zoo.tracing.planned_forward import PatchedForward, named_steps, patched_forward
 from zoo.units import counted
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)

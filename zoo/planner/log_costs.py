@@ -298,20 +298,27 @@ class _Backward:
         used = sum(sizes[storage] for storage in gradients)
         trained = sum(steps.log.trained)
         others = 0 if accumulates else max(trained - used, 0)
-        alive: set[int] = set()
+        alive = set[int]()
+        # bytes of those that are no parameters' gradients, and of those that are
+        totals = [0, others]
+
+        def note(storage: int, *, is_alive: bool) -> None:
+            if is_alive != (storage in alive):
+                alive.symmetric_difference_update((storage,))
+                totals[storage in gradients] += sizes[storage] if is_alive else -sizes[storage]
+
         of_states, of_parameters = [], []
         for number in range(steps.count, -1, -1):
             for event in steps.backward[number]:
                 if type(event) is Allocated or (type(event) is Released and event.lives_on):
-                    alive.add(event.storage)
+                    note(event.storage, is_alive=True)
                 elif type(event) is Freed or (type(event) is Gradient and self.frees(event)):
-                    alive.discard(event.storage)
+                    note(event.storage, is_alive=False)
             # what the forward of the step before made is there as well
-            made = steps.made[number - 1] & gradients if number else frozenset[int]()
-            alive |= {storage for storage in made if self.last.get(storage) is not None}
-            of_states.append(sum(sizes[storage] for storage in alive - gradients))
-            whole = sum(sizes[storage] for storage in alive & gradients) + others
-            of_parameters.append(min(whole, trained))
+            for storage in steps.made[number - 1] & gradients if number else ():
+                note(storage, is_alive=True)
+            of_states.append(totals[0])
+            of_parameters.append(min(totals[1], trained))
         self.gradients = tuple(reversed(of_states))
         self.parameter_gradients = tuple(reversed(of_parameters))
 

@@ -6,7 +6,7 @@ faster. Where torch's results are wrong, the operators that follow are others th
 bytes are missing:
 
 - Fused optimizers write in place and allocate nothing. torch has no fake kernels for them and runs
-  them on real tensors of the same sizes.
+  them on real tensors of the same sizes. For those of lists torch takes long.
 - A kernel may take what torch's rule refuses: the CPU's grouped product of matrices takes float32.
   Each different call runs once, for real.
 - The CPU's LSTM returns a workspace for its backward, and cuDNN's networks a reserve, most of what
@@ -25,8 +25,10 @@ bytes are missing:
 """
 
 import contextlib
+import functools
 import itertools
 import math
+import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
@@ -49,17 +51,18 @@ from zoo._torch import (
 from zoo.engine.operator_effects import DROPOUT_STATE, effects_of, is_view
 from zoo.errors import LONGEST, in_a_line
 from zoo.profiling.cudnn_recurrent import Network, dropout_state_bytes
-from zoo.profiling.tensor_spec import KernelSpec, TensorSpec, tensors_in
+from zoo.profiling.tensor_spec import CPU, KernelSpec, TensorSpec, tensors_in
 
 Shape = Sequence[int]
 _aten = torch.ops.aten
-CPU = torch.device("cpu")
 DATA_NEEDED = DataDependentOutputException, DynamicOutputShapeException
 LSTM = _aten.mkldnn_rnn_layer.default
 RECURRENT = _aten._cudnn_rnn.default
 # wraps the real tensor of `torch.tensor([...])`
 LIFT = _aten.lift_fresh.default
 BATCH_NORM = _aten.native_batch_norm.default
+# optimizers' kernels, which write lists of tensors in place where they return nothing
+LISTS_WRITTEN = "aten::_fused_", "aten::_foreach_"
 # a view that is not tagged as one
 UNSAFE_VIEW = _aten._unsafe_view.default
 
@@ -69,11 +72,17 @@ def _operators(overload: str, names: str) -> frozenset[Operator]:
 
 
 # element by element; arguments of one dtype give a result of that dtype
-POINTWISE = _operators("Tensor", "add sub mul div") | _operators(
-    "default",
-    "relu gelu gelu_backward silu silu_backward sigmoid sigmoid_backward tanh tanh_backward "
-    "threshold_backward exp neg sqrt rsqrt",
+POINTWISE = frozenset().union(
+    *(_operators(overload, "add sub mul div") for overload in ("Tensor", "Scalar")),
+    _operators(
+        "default",
+        "relu gelu gelu_backward silu silu_backward sigmoid sigmoid_backward tanh tanh_backward "
+        "threshold_backward exp neg sqrt rsqrt",
+    ),
 )
+# the same, written to the first argument
+IN_PLACE = _operators("Tensor", "add_ sub_ mul_ div_") | _operators("default", "relu_ silu_ tanh_")
+ELEMENTWISE = POINTWISE | IN_PLACE
 # a size comes first, or a tensor of the type and device to make it of
 MAKERS = _operators("default", "ones zeros new_empty new_zeros") | _operators(
     "memory_format", "empty"
@@ -91,7 +100,7 @@ def result_of(mode: FakeTensorMode, func: Operator, args: Args, kwargs: Kwargs) 
     if result is not NotImplemented:
         return result
     schema = getattr(func, "_schema", None)
-    if schema is not None and schema.name.startswith("aten::_fused_") and not schema.returns:
+    if schema is not None and schema.name.startswith(LISTS_WRITTEN) and not schema.returns:
         return None
     try:
         result = func(*args, **kwargs)
@@ -139,7 +148,21 @@ def result_by_rule(mode: FakeTensorMode, func: Operator, args: Args, kwargs: Kwa
         return NotImplemented
     if (is_view(func) or func is UNSAFE_VIEW) and len(tensors) == 1 and func is not LIFT:
         return _view(mode, func, args, kwargs)
-    return _like(mode, tensors[0]) if func in POINTWISE and _are_alike(tensors) else NotImplemented
+    # a complex number makes others complex
+    has_rule = func in ELEMENTWISE and not any(isinstance(value, complex) for value in args)
+    return _elementwise(mode, func, tensors) if has_rule else NotImplemented
+
+
+def _elementwise(mode: FakeTensorMode, func: Operator, tensors: Sequence[Tensor]) -> PyTree:
+    first, are_dense = tensors[0], _are_dense(tensors)
+    # slices are in order, as those of the gradient of a concatenation
+    if not (_are_of_one_kind(tensors) and (are_dense or _are_in_order(tensors))):
+        return NotImplemented
+    if func in IN_PLACE:
+        return first
+    if are_dense:
+        return _like(mode, first)
+    return _contiguous(mode, first.shape, first.dtype, first.device)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -153,23 +176,42 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+    """Returns whether the numbers of a tensor lie one after the other, in any order of its axes.
+
+    Where an axis has size 1, torch says which step it gets.
+    """
+    if tensor.is_contiguous():
+        return True
+    by_step = sorted(zip(tensor.stride(), tensor.shape, strict=True))
+    sizes = [size for _, size in by_step]
+    expected = itertools.accumulate([1, *sizes[:-1]], operator.mul)
+    return 1 not in sizes and [step for step, _ in by_step] == [*expected]
 
 
-def _are_alike(tensors: Sequence[Tensor]) -> bool:
-    """Returns whether tensors are dense, of one shape, stride, device and floating-point dtype."""
+def _are_of_one_kind(tensors: Sequence[Tensor]) -> bool:
+    """Returns whether tensors are of one shape, device and floating-point dtype."""
     first = tensors[0]
-    return (
-        first.is_floating_point()
-        and _is_dense(first)
-        and all(
-            _is_plain(other)
-            and other.shape == first.shape
-            and other.stride() == first.stride()
-            and other.dtype is first.dtype
-            and other.device == first.device
-            for other in tensors[1:]
-        )
+    return first.is_floating_point() and all(
+        _is_plain(other)
+        and other.shape == first.shape
+        and other.dtype is first.dtype
+        and other.device == first.device
+        for other in tensors[1:]
+    )
+
+
+def _are_dense(tensors: Sequence[Tensor]) -> bool:
+    """Returns whether tensors are dense and of one stride, which their result has, too."""
+    stride = tensors[0].stride()
+    return _is_dense(tensors[0]) and all(other.stride() == stride for other in tensors[1:])
+
+
+def _are_in_order(tensors: Sequence[Tensor]) -> bool:
+    """Returns whether later axes have smaller steps in all tensors: the result is contiguous."""
+    return all(
+        step > following > 0
+        for one in tensors
+        for step, following in itertools.pairwise(one.stride())
     )
 
 
@@ -238,6 +280,37 @@ def _clone(mode: FakeTensorMode, tensor: Tensor, **others: PyTree) -> PyTree:
     if _is_plain(tensor) and tensor.untyped_storage() in _reserves:
         return _view(mode, _aten.alias.default, (tensor,), {})
     return _alike(mode, tensor, **others)
+
+
+def _joined(mode: FakeTensorMode, tensors: Sequence[Tensor], dim: int = 0) -> PyTree:
+    """Concatenates tensors; the result is contiguous if the first one is in no other format."""
+    first, axes = tensors[0], len(tensors[0].shape)
+    is_formatless = axes not in (4, 5) or first.stride()[1] > first.stride()[-1]
+    if not (-axes <= dim < axes and all(map(_is_plain, tensors)) and is_formatless):
+        return NotImplemented
+    dim %= axes
+    kinds = {(*one.shape[:dim], *one.shape[dim + 1 :], one.dtype, one.device) for one in tensors}
+    # an empty one may have any shape
+    if len(kinds) > 1 or not all(len(one.shape) == axes and one.numel() for one in tensors):
+        return NotImplemented
+    shape = [*first.shape]
+    shape[dim] = sum(one.shape[dim] for one in tensors)
+    return _contiguous(mode, shape, first.dtype, first.device)
+
+
+def _product(mode: FakeTensorMode, *tensors: Tensor, axes: int = 2, **_: PyTree) -> PyTree:
+    """Multiplies matrices, with a bias of a row before them or without."""
+    *biases, x, y = tensors
+    shape = (*x.shape[:-1], y.shape[-1])
+    if not (
+        all(map(_is_plain, tensors))
+        and len(x.shape) == len(y.shape) == axes
+        and len({(one.dtype, one.device) for one in tensors}) == 1
+        and (*x.shape[:-2], x.shape[-1]) == tuple(y.shape[:-1])
+        and all(tuple(bias.shape) == shape[-1:] for bias in biases)
+    ):
+        return NotImplemented
+    return _contiguous(mode, shape, x.dtype, x.device)
 
 
 def _alike(mode: FakeTensorMode, tensor: Tensor, **others: PyTree) -> PyTree:
@@ -417,6 +490,9 @@ _RULES: dict[Operator, Callable[..., PyTree]] = {
     **dict.fromkeys(MAKERS, _made),
     **dict.fromkeys(ALIKE, _alike),
     _aten.clone.default: _clone,
+    _aten.cat.default: _joined,
+    **dict.fromkeys((_aten.mm.default, _aten.addmm.default), _product),
+    _aten.bmm.default: functools.partial(_product, axes=3),
     _aten.empty_strided.default: _empty_strided,
     _aten.set_.source_Storage: _set_storage,
     _aten.set_.source_Storage_storage_offset: _set_storage,

@@ -50,14 +50,16 @@ from zoo.engine.operator_effects import (
 )
 from zoo.engine.recorder import KernelMode
 from zoo.engine.tensor_state import has_own_storage, is_plain
-from zoo.profiling.fake_results import CPU, DATA_NEEDED, result_of
-from zoo.profiling.tensor_spec import VALUES, tensors_in
+from zoo.errors import ArgumentError
+from zoo.profiling.fake_results import DATA_NEEDED, result_of
+from zoo.profiling.tensor_spec import CPU, META, VALUES, tensors_in
 
-META = torch.device("meta")
 # torch asks a tensor these before it runs a kernel; they are no kernels
 DEVICE = torch.ops.prim.device.default
 QUESTIONS = frozenset({DEVICE, torch.ops.prim.layout.default})
 ONE_HOT = torch.ops.aten.one_hot.default
+# namespaces of operators that wait for other processes
+COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 # stands for a number that is read and makes no difference
 UNUSED = torch.zeros((), dtype=torch.int64, device=CPU)
 # the most elements of a constant; a larger tensor is data
@@ -74,9 +76,9 @@ class NumbersNeeded(BaseException):
 class FakeTensorFixes(KernelMode):
     """Corrects the results of a `FakeTensorMode`; enter it inside one.
 
-    `strict` raises NumbersNeeded instead of torch's own exceptions. `moves_meta` is for a model on
-    the meta device: its tensors there, and those that its forward makes, are moved to the CPU,
-    whose kernels stand for those of any device.
+    `strict`, for a trace ahead, refuses collectives, and raises NumbersNeeded instead of torch's
+    own exceptions. `moves_meta` is for a model on the meta device: its tensors there, and those
+    that its forward makes, are moved to the CPU, whose kernels stand for those of any device.
     """
 
     def __init__(
@@ -168,11 +170,14 @@ class FakeTensorFixes(KernelMode):
         if types and not all(map(has_own_storage, types)):
             return NotImplemented
         kwargs = kwargs or {}
-        if self.moves_meta:
+        given = tensors_in((args, kwargs))
+        if self.moves_meta and self._is_moved(given, args, kwargs):
             args, kwargs = pytree.tree_map(self._moved, (args, kwargs))
+            given = tensors_in((args, kwargs))
         if func in QUESTIONS:
             return answer(func, args[0])
-        given = tensors_in((args, kwargs))
+        if self.strict:
+            refuse_collective(func)
         is_known = self._knows(func, given)
         if is_known and given and torch.Tag.data_dependent_output in func.tags:
             return self._on_reals(func, args, kwargs)
@@ -185,9 +190,7 @@ class FakeTensorFixes(KernelMode):
             if not self.strict:
                 raise
             raise NumbersNeeded from error
-        numbers = sum(tensor.numel() for tensor in tensors_in(result))
-        is_followed = is_known and (is_view(func) or numbers <= self.most)
-        if not (is_followed and self._follow(func, args, kwargs, result)):
+        if not (is_known and self._follow(func, args, kwargs, result)):
             for tensor in written_by(effects_of(func), args, kwargs):
                 self.forget(tensor)
         if func is DRAWN_NUMBER and makes_dropout_state(func, args, kwargs):
@@ -196,6 +199,14 @@ class FakeTensorFixes(KernelMode):
         elif func is DROPOUT_STATE and type(result) is Tensor:
             self._dropout.add(result.device)
         return result
+
+    @staticmethod
+    def _is_moved(given: Sequence[Tensor], args: Args, kwargs: Kwargs) -> bool:
+        """Returns whether a kernel gets a device, or a tensor that may be on the meta device."""
+        is_fake = all(type(tensor) is FakeTensor for tensor in given)
+        return not is_fake or any(
+            isinstance(value, torch.device) for value in (*args, *kwargs.values())
+        )
 
     def _moved(self, leaf: PyTree) -> PyTree:
         """Replaces a tensor on the meta device by a fake on the CPU, and that device by the CPU."""
@@ -209,6 +220,9 @@ class FakeTensorFixes(KernelMode):
 
     def _follow(self, func: Operator, args: Args, kwargs: Kwargs, result: PyTree) -> bool:
         """Runs a kernel on the real tensors, too; says whether that was possible."""
+        numbers = sum(tensor.numel() for tensor in tensors_in(result))
+        if numbers > self.most and not is_view(func):
+            return False
         try:
             reals = self._on_reals(func, args, kwargs)
         except Exception:
@@ -260,6 +274,15 @@ class FakeTensorFixes(KernelMode):
             return made
 
         return pytree.tree_map_only(Tensor, fake, result)
+
+
+def refuse_collective(func: Operator) -> None:
+    """Raises ArgumentError for an operator that waits for other processes."""
+    if getattr(func, "namespace", "") in COLLECTIVE:
+        raise ArgumentError(
+            f"the forward calls {func}, which waits for other processes, so that it cannot be "
+            "traced ahead. Plan before the model is distributed"
+        )
 
 
 def as_data(tensor: Tensor) -> Tensor:

@@ -30,8 +30,9 @@ from zoo.engine.devices import nearest_device, random_state_restored
 from zoo.engine.kernel_settings import Settings, read_settings
 from zoo.errors import ArgumentError, shortened
 from zoo.profiling.caching_allocator import CUBLAS_WORKSPACE
+from zoo.profiling.fake_results import ELEMENTWISE
 from zoo.profiling.progress import each
-from zoo.profiling.tensor_spec import KernelSpec
+from zoo.profiling.tensor_spec import KernelSpec, TensorSpec
 
 # the most timed runs of a kernel, and the seconds after which no further run begins
 RUNS = 10
@@ -43,6 +44,12 @@ MARK = 40009
 # operators whose CUDA kernels multiply by cuBLAS, for an estimate; on a device it is measured
 PRODUCTS = frozenset(
     f"aten.{name}" for name in ("addmm", "mm", "bmm", "baddbmm", "addmv", "mv", "addbmm", "dot")
+)
+# operators whose kernels take no workspace on the CPU, of tensors of one dtype
+WITHOUT_WORKSPACE = frozenset(
+    str(operator)
+    for operator in (*ELEMENTWISE, torch.ops.aten.cat.default)
+    if operator._overloadname != "Scalar"
 )
 # words that names of devices may begin with
 MAKERS = frozenset({"nvidia", "geforce", "tesla"})
@@ -235,7 +242,7 @@ def measure_kernels(
 ) -> list[KernelCosts | None]:
     """Measures kernels on a device, unless known; None for those that cannot run alone.
 
-    Each runs once, which shows its workspace; `timed` ones run several times.
+    Each runs once, which shows its workspace, unless it takes none; `timed` ones run several times.
 
     Raises:
         ArgumentError: the device is the CPU, and another profiler of torch's is active.
@@ -250,12 +257,25 @@ def measure_kernels(
         for key, spec in zip(keys, specs, strict=True)
         if spec is not None and key not in _known
     }
+    if device.type == "cpu" and not timed:
+        free = [key for key, spec in missing.items() if _takes_no_workspace(spec)]
+        _known.update(dict.fromkeys(free, KernelCosts(0.0, 0)))
+        missing = {key: spec for key, spec in missing.items() if key not in _known}
     if missing:
         measure = _on_cpu if device.type == "cpu" else _on_accelerator
         with random_state_restored(), disable_current_modes(), torch.no_grad(), DisableAutocast():
             costs = measure(list(missing.values()), device, timed)
         _known.update(zip(missing, costs, strict=True))
     return [_known.get(key) for key in keys]
+
+
+def _takes_no_workspace(spec: KernelSpec) -> bool:
+    """Returns whether a kernel of the CPU is known to take no memory beside its results."""
+    tensors = [leaf for leaf in spec.leaves if isinstance(leaf, TensorSpec)]
+    # a number would become a tensor, and one of another dtype would be cast
+    is_number = spec.operator.endswith(".Tensor") and len(tensors) < 2
+    is_of_one_kind = len({tensor.dtype for tensor in tensors}) == 1
+    return spec.operator in WITHOUT_WORKSPACE and is_of_one_kind and not is_number
 
 
 def _on_cpu(specs: Sequence[KernelSpec], _: torch.device, timed: bool) -> list[KernelCosts | None]:

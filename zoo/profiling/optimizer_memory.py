@@ -22,11 +22,10 @@ from zoo.errors import ArgumentError, nearest, shortened
 from zoo.optimizer.independence import optimizer_like, step_alone
 from zoo.planner.step_log import Allocated, Freed
 from zoo.profiling.caching_allocator import Rounding, rounding_of
-from zoo.profiling.fake_results import CPU
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.isolation import import_for_fakes, isolated
 from zoo.profiling.step_logger import Form, StepLogger, UpdateBytes, form_of
-from zoo.profiling.tensor_spec import tensors_in
+from zoo.profiling.tensor_spec import CPU, tensors_in
 from zoo.units import counted
 
 # after so many steps an optimizer does the same in each: RAdam rectifies from its sixth step on

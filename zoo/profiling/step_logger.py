@@ -17,8 +17,16 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 
-from zoo._torch import Args, Kwargs, Operator, PyTree, sequence_number
-from zoo.engine.dispatch_keys import kernel_of, with_present_keys
+from zoo._torch import (
+    Args,
+    FakeTensorMode,
+    Kwargs,
+    Operator,
+    PyTree,
+    active_fake_mode,
+    sequence_number,
+)
+from zoo.engine.dispatch_keys import kernel_of
 from zoo.engine.operator_effects import effects_of, is_view, written_by
 from zoo.engine.recorder import KernelMode
 from zoo.engine.saved_tensors import is_in_graph
@@ -41,7 +49,7 @@ from zoo.planner.step_log import (
 )
 from zoo.profiling.autograd_interpreter import gradients_of
 from zoo.profiling.fake_results import LIFT, note_reserve
-from zoo.profiling.fake_tensors import QUESTIONS
+from zoo.profiling.fake_tensors import QUESTIONS, answer
 from zoo.profiling.kernel_costs import flop_formulas
 from zoo.profiling.tensor_spec import KernelSpec, TensorSpec, storages_of, tensors_in
 
@@ -169,7 +177,8 @@ class StepLogger(KernelMode):
         # how many fakes of each saved storage there are, and those that a gradient lies in
         self._fakes: Counter[int] = Counter()
         self._living: set[int] = set()
-        self._makes_fakes = self._opens_fakes = False
+        # the mode in which saved tensors are opened as fakes; None in the forward
+        self._fake_mode: FakeTensorMode | None = None
         # autograd nodes whose real counterparts copy the gradient
         self._copying: set[int] = set()
 
@@ -210,7 +219,9 @@ class StepLogger(KernelMode):
 
     def numbers_of(self, tensors: Iterable[Tensor]) -> frozenset[int]:
         """Returns the numbers of the storages of tensors, without those that are left out."""
-        storages = (storage for tensor in tensors for storage in storages_of(tensor))
+        return self._numbers_at(storage for tensor in tensors for storage in storages_of(tensor))
+
+    def _numbers_at(self, storages: Iterable[UntypedStorage]) -> frozenset[int]:
         numbers = {self._numbers.get(storage._cdata, LEFT_OUT) for storage in storages}
         return frozenset(numbers - {LEFT_OUT})
 
@@ -225,7 +236,7 @@ class StepLogger(KernelMode):
         """
         self._made_before = len(self.log.sizes)
         self._begin_node(AT_END)
-        self._opens_fakes = True
+        self._fake_mode = active_fake_mode()
         is_real = self._hooks is not None
         for reference in () if is_real else self._saved:
             if (saved := reference()) is not None and saved.spec is not None:
@@ -240,33 +251,34 @@ class StepLogger(KernelMode):
                     for number in self.numbers_of([gradient]):
                         self._note(Gradient(number, form_of(leaf)))
         self._release(self._saved_by.pop(self._node, ()))
-        self._of_node, self._opens_fakes = [], False
+        self._of_node, self._fake_mode = [], None
 
     def __torch_dispatch__(
         self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> PyTree:
         kwargs = kwargs or {}
-        if func in QUESTIONS or self._makes_fakes:
-            return with_present_keys(func, args, kwargs)(*args, **kwargs)
+        if func in QUESTIONS:
+            return answer(func, args[0])
         if self._of_node is None:
             new = self._count() - len(self._nodes)
             self._nodes += [sequence_number()] * new
             if not new and is_view(func):
                 self._note_regenerated(args[0])
         inputs = tensors_in((args, kwargs))
+        given = [storage for tensor in inputs for storage in storages_of(tensor)]
         # the code itself makes the data of `torch.tensor`
         if func is not LIFT:
-            self._note_constants(inputs)
+            self._note_constants(given)
         effects = effects_of(func)
         kernel = kernel_of(func, effects, args, kwargs)
         # before it runs, since it may change its arguments in place
         starts_kernel = not (is_view(func) or func in FREE)
         spec = KernelSpec.of(func, args, kwargs) if starts_kernel else None
-        small = [tensor for tensor in inputs if _is_copied(tensor)]
-        reads, copies = self.numbers_of(inputs), self.numbers_of(small)
+        small = filter(_is_copied, inputs if starts_kernel else ())
+        reads, copies = self._numbers_at(given), self.numbers_of(small)
         result = kernel(*args, **kwargs)
         outputs = tensors_in(result)
-        made = self._note_results(func, inputs, outputs)
+        made = self._note_results(func, given, outputs)
         if effects.empty:
             self._blank |= made
         if func is CUDNN:
@@ -325,23 +337,23 @@ class StepLogger(KernelMode):
         self._owned.append(storage)
         self._numbers[storage._cdata] = LEFT_OUT
 
-    def _note_constants(self, tensors: Iterable[Tensor]) -> None:
-        """Notes tensors that neither the program made nor the model owns."""
-        for storage in (storage for tensor in tensors for storage in storages_of(tensor)):
+    def _note_constants(self, storages: Iterable[UntypedStorage]) -> None:
+        """Notes storages that neither the program made nor the model owns."""
+        for storage in storages:
             if storage._cdata not in self._numbers:
                 self._leave_out(storage)
                 self.log.constants.append(storage.nbytes())
 
     def _note_results(
-        self, func: Operator, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+        self, func: Operator, given: Sequence[UntypedStorage], outputs: Sequence[Tensor]
     ) -> frozenset[int]:
         """Notes the storages that an operator made, and returns them."""
         made = set()
         # what stands for a real tensor among fake ones has another storage: the argument that was
         # written, or a view
-        given = [storage._cdata for tensor in inputs for storage in storages_of(tensor)]
         is_left_out = _returns_argument(func) or (
-            is_view(func) and LEFT_OUT in map(self._numbers.get, given)
+            is_view(func)
+            and any(self._numbers.get(storage._cdata) == LEFT_OUT for storage in given)
         )
         for tensor in outputs:
             for storage in storages_of(tensor):
@@ -404,13 +416,9 @@ class StepLogger(KernelMode):
         """Returns a saved tensor; in the backward a fake one, which its node alone holds."""
         if isinstance(saved, Tensor):
             return saved
-        if not self._opens_fakes or saved.spec is None:
+        if self._fake_mode is None or saved.spec is None:
             return self._hooks[1](saved.packed) if self._hooks else saved.packed
-        self._makes_fakes = True
-        try:
-            fake = saved.spec.empty()
-        finally:
-            self._makes_fakes = False
+        fake = saved.spec.fake(self._fake_mode)
         saved.memory.is_opened = True
         storage, number = fake.untyped_storage(), next(iter(saved.memory.storages), LEFT_OUT)
         if number in self._reserves:

@@ -3,10 +3,11 @@
 Tensors, fake or real, can be made from it again; those that shared a storage share one again.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor, UntypedStorage
 
 from zoo._torch import (
     Args,
+    DisableTorchDispatch,
+    FakeTensor,
+    FakeTensorMode,
     Kwargs,
     Operator,
     PyTree,
@@ -26,6 +30,7 @@ from zoo.engine.operator_effects import CONSTANTS, DROPOUT_STATE, effects_of, re
 from zoo.engine.tensor_state import parts_of, parts_of_wrapper
 from zoo.optimizer.in_backward import FreedGradient
 
+CPU, META = torch.device("cpu"), torch.device("meta")
 # types that hold no tensor
 VALUES = (int, float, str, type(None), torch.dtype, torch.device, torch.layout)
 
@@ -49,7 +54,7 @@ class TensorSpec(NamedTuple):
     negative: bool = False
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "TensorSpec":
+    def of(cls, tensor: Tensor, number: int = 0, storage: int = 0) -> "TensorSpec":
         """Describes a strided tensor."""
         return cls(
             tuple(tensor.shape),
@@ -58,8 +63,10 @@ class TensorSpec(NamedTuple):
             tensor.dtype,
             tensor.device,
             tensor.untyped_storage().nbytes(),
-            conjugate=tensor.is_conj(),
-            negative=tensor.is_neg(),
+            number,
+            storage,
+            tensor.is_conj(),
+            tensor.is_neg(),
         )
 
     def empty(self, base: Tensor | None = None) -> Tensor:
@@ -77,6 +84,13 @@ class TensorSpec(NamedTuple):
         # detached: for autograd it is no view
         return self._marked(numbers.as_strided(self.shape, self.stride, self.offset).detach())
 
+    def fake(self, mode: FakeTensorMode) -> Tensor:
+        """Makes such a fake tensor, unseen by dispatch modes."""
+        with DisableTorchDispatch():
+            made = self._replace(device=META).empty()
+        fake: Tensor = FakeTensor(mode, made, self.device)
+        return fake
+
     def _marked(self, tensor: Tensor) -> Tensor:
         if self.conjugate:
             tensor = conj(tensor)
@@ -88,8 +102,9 @@ class TensorSpec(NamedTuple):
         """Returns the spec of the same tensor in a storage that holds nothing else."""
         steps = zip(self.shape, self.stride, strict=True)
         reach = 1 + sum((size - 1) * stride for size, stride in steps)
-        numbers = reach if math.prod(self.shape) else 0
-        return self._replace(offset=0, bytes=numbers * self.dtype.itemsize)
+        size = reach * self.dtype.itemsize if math.prod(self.shape) else 0
+        is_alone = self.offset == 0 and self.bytes == size
+        return self if is_alone else self._replace(offset=0, bytes=size)
 
 
 def made_of(specs: Sequence[TensorSpec]) -> list[Tensor]:
@@ -106,30 +121,32 @@ def made_of(specs: Sequence[TensorSpec]) -> list[Tensor]:
 
 
 class KernelSpec(NamedTuple):
-    """A kernel call: its arguments as a pytree, with a `TensorSpec` for each tensor."""
+    """A kernel call: its arguments, with a `TensorSpec` for each tensor and a tuple for each list.
+
+    Not a pytree of torch's, which takes longer to make than a fake kernel to run.
+    """
 
     operator: str
-    leaves: Args
-    tree: pytree.TreeSpec
+    args: Args
+    kwargs: tuple[tuple[str, PyTree], ...]
 
     @classmethod
     def of(cls, operator: Operator, args: Args, kwargs: Kwargs) -> "KernelSpec | None":
         """Returns the spec of a call; None for a kernel that cannot be called alone."""
-        if effects_of(operator).opaque:
-            return None
-        leaves, tree = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if any(tensor.layout is not torch.strided for tensor in tensors):
+        tensors = tensors_in((args, kwargs))
+        is_strided = all(tensor.layout is torch.strided for tensor in tensors)
+        if effects_of(operator).opaque or not is_strided:
             return None
         specs = iter(_of_arguments(tensors))
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                leaves[index] = next(specs)
-            elif isinstance(leaf, torch.Generator):
-                leaves[index] = None
-            elif not isinstance(leaf, CONSTANTS):
-                return None
-        return cls(str(operator), tuple(leaves), tree)
+        with contextlib.suppress(TypeError):
+            # in the order of `tensors_in`
+            given = _described(args, specs)
+            return cls(
+                str(operator),
+                given,
+                tuple((name, _described(kwargs[name], specs)) for name in kwargs),
+            )
+        return None
 
     def prepared(self) -> tuple[Operator, Args, Kwargs]:
         """Returns the operator and its arguments: floating-point tensors of 0.5, others of 0."""
@@ -139,10 +156,9 @@ class KernelSpec(NamedTuple):
             whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             whole.set_(tensor.untyped_storage())
             whole.fill_(0.5 if tensor.is_floating_point() or tensor.is_complex() else 0)
-        tensors = iter(made)
-        leaves = [next(tensors) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
-        operator = resolved(self.operator)
+        tensors, operator = iter(made), resolved(self.operator)
+        args = [_filled(value, tensors) for value in self.args]
+        kwargs = {name: _filled(value, tensors) for name, value in self.kwargs}
         return operator, _with_dropout_state(operator, args), kwargs
 
     @property
@@ -151,8 +167,41 @@ class KernelSpec(NamedTuple):
         return tuple({spec.storage: spec.bytes for spec in self._tensors}.values())
 
     @property
+    def leaves(self) -> tuple[PyTree, ...]:
+        """Its arguments, those in lists one by one."""
+        return tuple(_leaves((self.args, tuple(value for _, value in self.kwargs))))
+
+    @property
     def _tensors(self) -> tuple[TensorSpec, ...]:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
+
+
+def _described(value: PyTree, specs: Iterator[TensorSpec]) -> PyTree:
+    """Returns an argument with specs for its tensors; raises TypeError for another kind."""
+    if isinstance(value, Tensor):
+        return next(specs)
+    if isinstance(value, list | tuple):
+        return tuple(_described(part, specs) for part in value)
+    if isinstance(value, torch.Generator):
+        return None
+    if not isinstance(value, CONSTANTS):
+        raise TypeError(type(value).__name__)
+    return value
+
+
+def _filled(value: PyTree, tensors: Iterator[Tensor]) -> PyTree:
+    """Returns an argument with the next of the tensors for each spec."""
+    if isinstance(value, TensorSpec):
+        return next(tensors)
+    return [_filled(part, tensors) for part in value] if isinstance(value, tuple) else value
+
+
+def _leaves(value: PyTree) -> Iterator[PyTree]:
+    if isinstance(value, tuple) and not isinstance(value, TensorSpec):
+        for part in value:
+            yield from _leaves(part)
+    else:
+        yield value
 
 
 def _with_dropout_state(operator: Operator, args: Sequence[PyTree]) -> Args:
@@ -174,13 +223,15 @@ def _of_arguments(tensors: Iterable[Tensor]) -> list[TensorSpec]:
     """
     numbers, storages = dict[int, int](), dict[int, int]()
     specs = [
-        TensorSpec.of(tensor)._replace(
-            device=torch.device("cpu") if tensor.is_meta else tensor.device,
-            tensor=numbers.setdefault(id(tensor), len(numbers)),
-            storage=storages.setdefault(tensor.untyped_storage()._cdata, len(storages)),
+        TensorSpec.of(
+            tensor,
+            numbers.setdefault(id(tensor), len(numbers)),
+            storages.setdefault(tensor.untyped_storage()._cdata, len(storages)),
         )
         for tensor in tensors
     ]
+    # a fake tensor asks all modes whether it `is_meta`
+    specs = [one._replace(device=CPU) if one.device.type == "meta" else one for one in specs]
     views = Counter({spec.tensor: spec.storage for spec in specs}.values())
     return [spec.alone() if views[spec.storage] == 1 else spec for spec in specs]
 
@@ -233,8 +284,13 @@ def tensors_in(value: PyTree) -> list[Tensor]:
     else:
         # a pytree knows all containers, but takes ten times as long
         parts = [leaf for leaf in pytree.tree_leaves(value) if leaf is not value]
-    parts = (part for part in parts if not isinstance(part, VALUES))
-    return [tensor for part in parts for tensor in tensors_in(part)]
+    tensors: list[Tensor] = []
+    for part in parts:
+        if isinstance(part, Tensor):
+            tensors.append(part)
+        elif not isinstance(part, VALUES):
+            tensors += tensors_in(part)
+    return tensors
 
 
 def flattened(

@@ -47,6 +47,7 @@ from zoo.profiling.fake_tensors import (
     NumbersNeeded,
     copied,
     put_tensors,
+    refuse_collective,
 )
 from zoo.profiling.isolation import NO_FORK, isolated
 from zoo.profiling.progress import shown
@@ -60,8 +61,6 @@ T = TypeVar("T")
 # tensors
 LARGEST = 1 << 28
 MOST_MADE = 1 << 30
-# namespaces of operators that wait for other processes
-COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 
 
 class TraceError(ArgumentError):
@@ -220,7 +219,7 @@ class _Forward:
             put_tensors(model, fakes)
         try:
             with mode, fixes, fixes.constants_readable():
-                trace = self._traced(model, self.given.map(fake), None, fixes)
+                trace = self._traced(model, self.given.map(fake), fixes)
         except BaseException as error:
             if fixes.asked or isinstance(error, NumbersNeeded):
                 if isinstance(error, UnknownTargets):
@@ -249,7 +248,7 @@ class _Forward:
             return made.requires_grad_(tensor.requires_grad)
 
         model = self.model if is_apart else flattened(self._copy({}))
-        return self._traced(model, self.given.map(real), MOST_MADE)
+        return self._traced(model, self.given.map(real))
 
     def _copy(self, known: Mapping[int, Tensor]) -> nn.Module:
         """Returns a copy of the model in which some objects, by their ids, are others."""
@@ -267,7 +266,6 @@ class _Forward:
         self,
         model: nn.Module,
         given: Invocation,
-        most_made: int | None,
         fixes: FakeTensorFixes | None = None,
     ) -> StepTrace:
         tracer = Tracer(model)
@@ -277,7 +275,7 @@ class _Forward:
         logger.note_inputs(given.tensors)
         # real tensors go through what higher-order operators compile, as in training: `map` returns
         # another structure without
-        is_eager = most_made is None or any(map(is_compiled, model.modules()))
+        is_eager = fixes is not None or any(map(is_compiled, model.modules()))
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
@@ -286,7 +284,8 @@ class _Forward:
             else contextlib.nullcontext(),
             # block marks tell the tracer where blocks begin; a plan in force does not act
             replaced(thread, "conductor", tracer),
-            _Limits(most_made),
+            # fake tensors refuse collectives themselves, and take no memory
+            _Limits() if fixes is None else contextlib.nullcontext(),
         ):
             with logger, tracer, logger.hooks():
                 outputs = given.on(model)
@@ -304,8 +303,8 @@ class _Forward:
         """Returns a fake of a tensor; the values are known unless it is a parameter."""
         if tensor.layout is not torch.strided:
             return fixes.mode.from_tensor(tensor)
+        fake = self._spec(tensor).fake(fixes.mode)
         with fixes.mode:
-            fake = self._spec(tensor).empty()
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, tensor.requires_grad)
                 # attributes that libraries set on parameters
@@ -379,16 +378,16 @@ def _has_data(tensor: Tensor) -> bool:
 
 
 class _Limits(KernelMode):
-    """Refuses collectives, and kernels that return more than `most_made` bytes in all.
+    """Refuses collectives, and kernels that return more than `MOST_MADE` bytes in all.
 
     The state that cuDNN's networks have for their dropout stays as the program left it.
     """
 
     keeps_compiled = True
 
-    def __init__(self, most_made: int | None) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.most_made, self.made = most_made, 0
+        self.made = 0
         # devices on which the state was made, which the program has yet to make
         self.dropout: set[torch.device] = set()
 
@@ -400,11 +399,7 @@ class _Limits(KernelMode):
     def __torch_dispatch__(
         self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> PyTree:
-        if getattr(func, "namespace", "") in COLLECTIVE:
-            raise ArgumentError(
-                f"the forward calls {func}, which waits for other processes, so that it cannot be "
-                "traced ahead. Plan before the model is distributed"
-            )
+        refuse_collective(func)
         effects = effects_of(func)
         if effects.dropping is not None:
             written = {index for index, _ in effects.writes if args[index] is not None}
@@ -412,8 +407,8 @@ class _Limits(KernelMode):
         result = func(*args, **(kwargs or {}))
         if func is DROPOUT_STATE:
             self.dropout.add(result.device)
-        if self.most_made is not None and not is_view(func):
+        if not is_view(func):
             self.made += sum(tensor.nbytes for tensor in tensors_in(result))
-            if self.made > self.most_made:
+            if self.made > MOST_MADE:
                 raise NumbersNeeded
         return result

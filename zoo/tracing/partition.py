@@ -105,9 +105,7 @@ def partition(model: nn.Module, trace: StepTrace, blocks: Collection[str]) -> Ou
         specs=trace.specs,
         lines=tuple(next((call.line for call in part if call.line), "") for part in parts),
         shapes=tuple(_shapes(part, touched) for part in parts),
-        parameters=tuple(
-            _parameters(graph, *ends) for ends in itertools.pairwise([*cuts, graph.model_operators])
-        ),
+        parameters=_parameters(graph, [*cuts, graph.model_operators]),
         cuts=(*cuts, *([graph.model_operators] if trace.has_loss else ())),
     )
 
@@ -281,9 +279,14 @@ def _shapes(calls: Sequence[Call], touched: dict[int, _Touched]) -> tuple[tuple[
     return kernels[-1].shapes[:1]
 
 
-def _parameters(graph: Graph, start: int, end: int) -> frozenset[int]:
-    """Returns the parameters that operators use, those that take a view of one alone, too."""
-    return frozenset().union(*(c.parameters for c in graph.calls if start <= c.index < end))
+def _parameters(graph: Graph, cuts: Sequence[int]) -> tuple[frozenset[int], ...]:
+    """Returns the parameters that steps use, those of which an operator takes a view alone, too."""
+    indices = [call.index for call in graph.calls]
+    places = (bisect.bisect_left(indices, cut) for cut in cuts)
+    return tuple(
+        frozenset().union(*(call.parameters for call in graph.calls[start:end]))
+        for start, end in itertools.pairwise(places)
+    )
 
 
 def _path(call: Call) -> str:

@@ -20,15 +20,14 @@ block is recomputed.
 
 import contextlib
 import functools
-import inspect
 import logging
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FrameType, FunctionType
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -67,154 +66,18 @@ from zoo.policy.options import Option
 from zoo.profiling.log_profile import Outline
 from zoo.profiling.progress import shown
 from zoo.profiling.tensor_spec import tensors_held_by
+from zoo.tracing.forward_patch import Patch
 from zoo.tracing.isolated_trace import RealStep, StepTrace, TraceError, step_trace_of
 from zoo.tracing.partition import check_switches, partition, paths_of
+from zoo.tracing.plan_cache import InputKind, PlanCache
 from zoo.tracing.tracer import is_compiled
 from zoo.units import format_bytes
 
-# the most times that arguments which differ in sizes alone are planned for: forwards may branch,
-# and for sizes that are new each time planning does not pay
-MOST_PLANNINGS = 8
-# a plan serves arguments up to so many times as large as those that it was made for
-SHARED = 2.0
-# kinds of inputs whose plans are kept; the least recently used is dropped first
-MOST_KINDS = 64
 # the fewest bytes of an output for which a warning says that it is held
 LEAST_HELD = 1 << 20
 # held while a plan is made ahead, which copies of a model in several threads may ask for at once
 _PLANNING = threading.RLock()
 _log = logging.getLogger("zoo")
-
-
-class ForwardOfClass:
-    """The forward of a class of modules."""
-
-    def __init__(self, owner: type[nn.Module]) -> None:
-        self.owner = owner
-        # a TorchScript module has its forward on the instance only
-        self.forward: Any = inspect.getattr_static(owner, "forward", None)
-        self.is_function = isinstance(self.forward, FunctionType)
-        # a builtin such as `forward = torch.relu` is not bound
-        self.is_bound = hasattr(type(self.forward), "__get__")
-
-    def of(self, module: nn.Module) -> Callable[..., PyTree]:
-        """Returns the forward of a module of the class."""
-        if self.is_bound:
-            return self.forward.__get__(module, self.owner)  # type: ignore[no-any-return]
-        return self.forward  # type: ignore[no-any-return]
-
-    def compiled(self, module: nn.Module) -> Callable[..., PyTree]:
-        """Returns the same for code that is compiled: torch 2.11 compiles no `__get__`."""
-        return functools.partial(self.forward, module) if self.is_function else self.of(module)
-
-
-class Patch:
-    """A callable in place of a module's forward; `before` is the instance attribute it had."""
-
-    __name__ = "forward"  # as a method has
-
-    def __init__(self, module: nn.Module) -> None:
-        # weakly, so that a model is freed without the garbage collector
-        self.module: Callable[[], nn.Module] = weakref.ref(module)  # type: ignore[assignment]
-        self.before: Any = None
-        self.class_forward = ForwardOfClass(type(module))
-        # those of the class would hide them
-        forward = vars(module).get("forward", self.class_forward.forward)
-        self.__doc__, self.__module__ = forward.__doc__, getattr(forward, "__module__", "")
-
-    def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the original forward, as bound methods do of their function."""
-        if "class_forward" not in vars(self):  # a pickle is being loaded
-            raise AttributeError(name)
-        # of the function, which does not need the module to be alive
-        return getattr(self.class_forward.forward if self.before is None else self.before, name)
-
-    @property
-    def __self__(self) -> nn.Module:
-        """The module, as of a bound method."""
-        return self._living()
-
-    @property
-    def __func__(self) -> Callable[..., PyTree]:
-        """The function of the original forward, which takes the module first; runs by the plan."""
-        is_own = self.before is None and self.class_forward.is_function
-        # a forward that is no method has none
-        original: Any = self.class_forward.forward if is_own else self.before.__func__
-
-        @functools.wraps(original)
-        def forward(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
-            called: Any = self if module is self.module() else functools.partial(original, module)
-            return called(*args, **kwargs)
-
-        return forward
-
-    @property
-    def __wrapped__(self) -> Callable[..., PyTree]:
-        """The original forward, whose signature this has."""
-        return self._original(self._living())
-
-    def _living(self) -> nn.Module:
-        """Returns the module; raises ArgumentError if it was freed."""
-        module: nn.Module | None = self.module()
-        if module is None:
-            raise ArgumentError(
-                "the module of this forward was freed: a forward with a plan does not keep its "
-                "module alive. Keep the model, or call zoo.uncheckpoint before you take its forward"
-            )
-        return module
-
-    def _original(self, module: nn.Module) -> Callable[..., PyTree]:
-        if self.before is not None:
-            return self.before  # type: ignore[no-any-return]
-        owner = type(module)
-        # looked up before, since a compiled forward comes here and the compiler warns of `inspect`
-        found = self.class_forward if self.class_forward.owner is owner else ForwardOfClass(owner)
-        return found.compiled(module) if torch.compiler.is_compiling() else found.of(module)
-
-    def of_copy(self, frame: FrameType) -> Callable[..., PyTree] | None:
-        """Returns the original forward of a copy that shares this patch; None if none is called.
-
-        `copy.copy` and `nn.DataParallel` copy a module's attributes as they are. Only the frame of
-        the module's `__call__` shows which module is called.
-        """
-        if frame.f_globals.get("__name__") != nn.Module.__module__:
-            return None
-        called, module = frame.f_locals.get("self"), self.module()
-        if called is None or called is module or vars(called).get("forward") is not self:
-            return None
-        # this was assigned as the forward of another kind of module
-        is_other = module is not None and type(called) is not type(module)
-        return None if is_other else self._original(called)
-
-    @property
-    def __code__(self) -> CodeType:
-        """The code of the original forward, which `torch.export` reads."""
-        return inspect.unwrap(self.__wrapped__).__code__  # type: ignore[no-any-return, attr-defined]
-
-    def install(self) -> None:
-        """Installs this as the module's forward."""
-        self.before = vars(self.module()).get("forward")
-        vars(self.module())["forward"] = self
-
-    def uninstall(self) -> None:
-        """Restores the original forward, unless the module or its forward was replaced since."""
-        if (module := self.module()) is not None:
-            self.uninstall_from(module)
-
-    def uninstall_from(self, module: nn.Module) -> None:
-        """Restores the original forward of the module or of a copy of it."""
-        if vars(module).get("forward") is self:
-            del vars(module)["forward"]
-            vars(module).update({} if self.before is None else {"forward": self.before})
-
-    def __getstate__(self) -> dict[str, object]:
-        # a function may be no global name
-        return vars(self) | {"module": self.module(), "class_forward": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        module = state["module"]
-        own = {"module": weakref.ref(module), "class_forward": ForwardOfClass(type(module))}
-        vars(self).update(state | own)
 
 
 class BlockMark(Patch):
@@ -290,28 +153,6 @@ class Notices:
             _log.warning(text, self.name, *values)
 
 
-@dataclass
-class Traces:
-    """Branches of the forward traced for inputs of one kind, the one to begin with last.
-
-    Attributes:
-        spec: that of the latest traced inputs.
-        branches: each branch of the forward with its plan, and for a budget with plans for larger
-            inputs.
-        strayed: whether the last forward went by none of them; `stray` is its trace, if it could be
-            traced ahead.
-        can_be_planned: whether no planning failed.
-        plannings: how often inputs of this kind were planned for.
-    """
-
-    spec: InputSpec
-    branches: list[PlannedBranch] = field(default_factory=list)
-    strayed: bool = False
-    stray: tuple[Invocation, StepTrace] | None = None
-    can_be_planned: bool = True
-    plannings: int = 0
-
-
 class TracedForward(NamedTuple):
     """A traced forward: its arguments, their spec, the trace and the operators without the loss."""
 
@@ -336,9 +177,6 @@ class PatchedForward(Patch):
             planned for it.
     """
 
-    keeps_trace = False
-    traced: TracedForward | None = None
-
     def __init__(
         self,
         module: nn.Module,
@@ -361,16 +199,18 @@ class PatchedForward(Patch):
                 "all blocks of %s are compiled, and what a compiled block saves is kept: leave the "
                 "blocks that a plan shall recompute uncompiled",
             )
-        # the most recently used kind of inputs last
-        self.traces: dict[InputSpec, Traces] = {}
+        self.cache = PlanCache()
         self.latest: PlannedBranch | None = None
+        self.keeps_trace = False
+        self.traced: TracedForward | None = None
         # whether a step ran: from then on a failed planning is a warning, and ends no training
         self.has_run = False
         # whether gradients came from neither parameters nor arguments
         self.has_hidden_gradients = False
 
     def __getstate__(self) -> dict[str, object]:
-        return super().__getstate__() | {"traces": {}, "latest": None, "has_run": False}
+        fresh = {"cache": PlanCache(), "latest": None, "traced": None, "has_run": False}
+        return super().__getstate__() | fresh
 
     def install(self) -> None:
         """Installs this, and the marks of the blocks."""
@@ -454,28 +294,28 @@ class PatchedForward(Patch):
         self, given: Invocation, forward: Callable[..., PyTree], is_copy: bool
     ) -> PyTree:
         spec = self._spec(given)
-        traces = self._traces_for(spec)
-        if not traces.branches or traces.strayed:
+        kind = self.cache.kind_of(spec)
+        if kind.lacks_branch:
             module = self.module()
             if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
                 # block by block: this forward gives lazy parameters their sizes
                 return Conductor([]).run(lambda: given.on(forward))
-        if self._is_to_be_planned(traces, spec):
-            if traces.stray is not None:
-                self._plan_stray(spec, traces)
-            elif not traces.branches and self._is_planned_ahead():
-                self._plan_first(given, traces, forward)
-        if self._is_to_be_planned(traces, spec) and not is_copy:
-            return self._trace(given, spec, traces)
-        if is_copy and not traces.branches:
+        if self._is_to_be_planned(kind, spec):
+            if kind.stray is not None:
+                self._plan_stray(spec, kind)
+            elif not kind.branches and self._is_planned_ahead():
+                self._plan_first(given, kind, forward)
+        if self._is_to_be_planned(kind, spec) and not is_copy:
+            return self._trace(given, spec, kind)
+        if is_copy and not kind.branches:
             self.notices.warn(
                 "copy",
                 "a copy of %s, by copy.copy or nn.DataParallel, runs block by block until there is "
                 "a plan: run a training step of the model itself before, or take a memory budget",
             )
-        conductor = Conductor(traces.branches[::-1])
+        conductor = Conductor(kind.branches[::-1])
         outputs = conductor.run(lambda: given.on(forward))
-        traces.strayed = conductor.lost or conductor.outgrown
+        kind.strayed = conductor.lost or conductor.outgrown
         if conductor.outgrown:
             self.notices.warn(
                 "outgrown",
@@ -485,41 +325,33 @@ class PatchedForward(Patch):
             )
         if (used := conductor.branch) is not None:
             # the next forward begins with the fastest that would have served this one
-            first = fastest_branch(traces.branches[::-1], used.operators, conductor.sizes) or used
+            first = fastest_branch(kind.branches[::-1], used.operators, conductor.sizes) or used
             # not in place: during a sort other threads would find the list empty
-            traces.branches = sorted(traces.branches, key=lambda one: one is first)
+            kind.branches = sorted(kind.branches, key=lambda one: one is first)
         self.latest = conductor.branch
-        if self.option.is_bounded and self._is_to_be_planned(traces, spec):
+        if self.option.is_bounded and self._is_to_be_planned(kind, spec):
             # else the next forward is traced, whatever it does
             with contextlib.suppress(ArgumentError):
                 trace = self._trace_ahead(given)
                 # another forward of this kind may never come, so that no data is held for it
-                traces.stray = given.without_data(), trace
+                kind.stray = given.without_data(), trace
         return outputs
 
-    def _plan_stray(self, spec: InputSpec, traces: Traces) -> None:
+    def _plan_stray(self, spec: InputSpec, kind: InputKind) -> None:
         """Plans for a forward that went by no known plan."""
-        assert traces.stray is not None, "there is one"
-        (given, trace), traces.stray = traces.stray, None
+        assert kind.stray is not None, "there is one"
+        (given, trace), kind.stray = kind.stray, None
         try:
             self._plan_traced(given, spec, trace)
         except (ArgumentError, BudgetError, PlanError) as error:
-            self._go_by_blocks(traces, error)
+            self._go_by_blocks(kind, error)
 
-    def _is_to_be_planned(self, traces: Traces, spec: InputSpec) -> bool:
+    def _is_to_be_planned(self, kind: InputKind, spec: InputSpec) -> bool:
         """Returns whether a forward is traced, since no branch is known for it, and planned for."""
-        is_new = (not traces.branches or traces.strayed) and traces.can_be_planned
+        is_new = kind.lacks_branch and kind.can_be_planned
         # under a profiler no kernel can be measured
         waits = self.has_run and self.option.is_bounded and is_profiling()
-        return is_new and not waits and self._plannings(spec) < MOST_PLANNINGS
-
-    def _plannings(self, spec: InputSpec) -> int:
-        """Returns how often arguments that differ from these in sizes alone were planned for."""
-        return sum(traces.plannings for traces in self._like(spec))
-
-    def _like(self, spec: InputSpec) -> list[Traces]:
-        known = [*self.traces.items()]
-        return [traces for other, traces in known if other.structure == spec.structure]
+        return is_new and not waits and self.cache.plannings(spec) < self.cache.most_plannings
 
     def _is_trained(self, given: Invocation) -> bool:
         return self.has_hidden_gradients or without_modes(needs_gradients, self.module(), given)
@@ -527,32 +359,6 @@ class PatchedForward(Patch):
     def _spec(self, given: Invocation) -> InputSpec:
         """Returns the properties that a plan depends on."""
         return without_modes(InputSpec.of, given, self.module())
-
-    def _traces_for(self, spec: InputSpec) -> Traces:
-        """Returns the traces for inputs like these; new ones start from those that have room.
-
-        Other threads may do so, too, so nothing iterates over the table while it changes.
-        """
-        traces = self.traces.pop(spec, None)
-        if traces is None:
-            # those of the smallest that these are within, else of the smallest that have room
-            like = sorted(
-                (one for one in self._like(spec) if one.branches),
-                key=lambda one: (spec.growth_over(one.spec) > 1, one.spec.elements),
-            )
-            traces = Traces(spec)
-            for other in like:
-                growth = spec.growth_over(other.spec)
-                roomy = [one for one in other.branches if growth <= min(one.room, SHARED)]
-                if roomy:
-                    traces = Traces(other.spec, roomy)
-                    break
-            if like and not traces.branches and self._plannings(spec) >= MOST_PLANNINGS:
-                traces.branches = [*like[-1].branches]
-        self.traces[spec] = traces
-        for oldest in [*self.traces][:-MOST_KINDS]:
-            self.traces.pop(oldest, None)
-        return traces
 
     @shown("zoo.checkpoint")
     def plan_ahead(self, given: Invocation) -> None:
@@ -568,7 +374,7 @@ class PatchedForward(Patch):
         self.plan_for(TracedForward(given, spec, trace, operators))
 
     def _plan_first(
-        self, given: Invocation, traces: Traces, forward: Callable[..., PyTree]
+        self, given: Invocation, kind: InputKind, forward: Callable[..., PyTree]
     ) -> None:
         """Makes a plan for the first forward; one that raises an error raises it as unplanned.
 
@@ -577,14 +383,14 @@ class PatchedForward(Patch):
         try:
             with _PLANNING:
                 # another thread may have made it meanwhile
-                return None if traces.branches else self.plan_ahead(given)
+                return None if kind.branches else self.plan_ahead(given)
         except (ArgumentError, BudgetError, PlanError) as error:
             refused = error
         if isinstance(refused, TraceError) and not self.option.binds_first_step:
             # a real step may be traced
             return
         if self.has_run or self._is_of_another_path(refused):
-            self._go_by_blocks(traces, refused)
+            self._go_by_blocks(kind, refused)
             return
         if isinstance(refused, TraceError) and refused.raised:
             Conductor([]).run(lambda: given.on(forward))
@@ -600,9 +406,9 @@ class PatchedForward(Patch):
         """Returns whether a report is for other steps, as of other arguments than a trainer's."""
         return self.option.report is not None and type(error) is PlanError
 
-    def _go_by_blocks(self, traces: Traces, error: Exception) -> None:
+    def _go_by_blocks(self, kind: InputKind, error: Exception) -> None:
         """Warns that inputs of this kind run block by block from now on."""
-        self.latest, traces.can_be_planned = None, False
+        self.latest, kind.can_be_planned = None, False
         text = "%s runs block by block: its forward cannot be planned for (%s)"
         _log.warning(text, self.notices.name, error)
 
@@ -622,7 +428,7 @@ class PatchedForward(Patch):
         is_first = self.option.binds_first_step or self.option.is_count
         return is_first or isinstance(self.module(), Model)
 
-    def _trace(self, given: Invocation, spec: InputSpec, traces: Traces) -> PyTree:
+    def _trace(self, given: Invocation, spec: InputSpec, kind: InputKind) -> PyTree:
         """Runs the forward block by block, traces it and plans for the next; warns on failure."""
         check_switches(self.module())
         step = without_modes(RealStep, self.module(), given)
@@ -643,33 +449,33 @@ class PatchedForward(Patch):
             is_refused = self.option.binds_first_step or isinstance(error, SegmentsError)
             if not self.has_run and is_refused and not self._is_of_another_path(error):
                 raise
-            self._go_by_blocks(traces, error)
+            self._go_by_blocks(kind, error)
         return outputs
 
     def plan_for(self, traced: TracedForward) -> None:
         """Plans for a traced forward, unless there is a plan that serves it."""
         given, spec, trace, operators = traced
         self.traced = traced if self.keeps_trace else None
-        traces, count = self._traces_for(spec), self._plannings(spec)
+        kind, count = self.cache.kind_of(spec), self.cache.plannings(spec)
         sizes = [0] * len(operators)
         for call in trace.graph.calls:
             # those of a loss are not run by the forward
             if call.index < len(sizes):
                 sizes[call.index] = call.bytes
-        traces.strayed, traces.plannings = False, traces.plannings + 1
-        if count + 1 == MOST_PLANNINGS:
+        kind.strayed, kind.plannings = False, kind.plannings + 1
+        if count + 1 == self.cache.most_plannings:
             self.notices.warn(
                 "plannings",
                 "%s was planned for %d times, as its inputs or its path differ. It is not any more "
                 "for arguments like these: what goes by none of these plans goes block by block",
-                MOST_PLANNINGS,
+                self.cache.most_plannings,
             )
-        if fastest_branch(traces.branches, operators, dict(enumerate(sizes))) is not None:
+        if fastest_branch(kind.branches, operators, dict(enumerate(sizes))) is not None:
             # it was another forward that strayed
             return
         if count:
             again = "%s: another path or larger inputs, planned again (%d of %d)"
-            _log.info(again, self.notices.name, count + 1, MOST_PLANNINGS)
+            _log.info(again, self.notices.name, count + 1, self.cache.most_plannings)
         outline, plans = without_modes(self._plans_for, given, trace)
         branches = [
             PlannedBranch(
@@ -677,7 +483,7 @@ class PatchedForward(Patch):
             )
             for plan, room in plans
         ]
-        traces.spec, traces.branches = spec, [*traces.branches, *reversed(branches)]
+        kind.spec, kind.branches = spec, [*kind.branches, *reversed(branches)]
         self.latest = branches[0]
 
     @torch.enable_grad()

@@ -38,6 +38,7 @@ from zoo.engine.recorder import KernelMode
 from zoo.engine.segments import thread
 from zoo.engine.tensor_state import has_own_storage, is_plain, storage_of
 from zoo.errors import ArgumentError
+from zoo.profiling.fake_tensors import QUESTIONS, answer
 from zoo.profiling.source_location import Instruction, line_of_frame, modules_around
 from zoo.profiling.tensor_spec import tensors_in
 
@@ -187,6 +188,8 @@ class Tracer(KernelMode):
         if types and not all(map(has_own_storage, types)):
             # its own dispatch unwraps it and calls operators on the inner tensors
             return NotImplemented
+        if func in QUESTIONS:
+            return answer(func, args[0])
         kwargs, frame = kwargs or {}, sys._getframe(1)
         is_elsewhere = threading.get_ident() != self.thread
         # kernels that a backward inside the forward replays; the conductor skips them, too

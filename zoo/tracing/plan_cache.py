@@ -1,0 +1,91 @@
+"""The planned branches of a model's forward, by kinds of inputs.
+
+    a kind           sizes, data types, devices, structure, values that are no tensors, modes
+    its branches     one for each path that forwards took; for a budget also plans for larger inputs
+
+A kind that is new starts with the branches of one that differs in sizes alone and has room for it.
+"""
+
+from dataclasses import dataclass, field
+
+from zoo.engine.kernel_segments import PlannedBranch
+from zoo.invocation import InputSpec, Invocation
+from zoo.tracing.isolated_trace import StepTrace
+
+# a plan serves arguments up to so many times as large as those that it was made for
+SHARED = 2.0
+
+
+@dataclass
+class InputKind:
+    """What is known of the forwards on inputs of one kind.
+
+    Attributes:
+        spec: that of the inputs that were planned for last.
+        branches: the branch to begin with last; for a budget those of plans for larger inputs, too.
+        strayed: whether the last forward went by none of them; `stray` is its trace, if it could be
+            traced ahead.
+        can_be_planned: whether no planning failed.
+        plannings: how often inputs of this kind were planned for.
+    """
+
+    spec: InputSpec
+    branches: list[PlannedBranch] = field(default_factory=list)
+    strayed: bool = False
+    stray: tuple[Invocation, StepTrace] | None = None
+    can_be_planned: bool = True
+    plannings: int = 0
+
+    @property
+    def lacks_branch(self) -> bool:
+        """Whether no branch is known that the next forward will probably take."""
+        return not self.branches or self.strayed
+
+
+class PlanCache:
+    """The most recently used kinds of inputs. Threads may use it at once.
+
+    Attributes:
+        most_kinds: those that are kept; the least recently used is dropped first.
+        most_plannings: how often arguments that differ in sizes alone are planned for. Forwards may
+            branch, and for sizes that are new each time planning does not pay.
+    """
+
+    most_kinds = 64
+    most_plannings = 8
+
+    def __init__(self) -> None:
+        # the most recently used last
+        self.kinds: dict[InputSpec, InputKind] = {}
+
+    def kind_of(self, spec: InputSpec) -> InputKind:
+        """Returns the kind of inputs like these; a new one has the branches that have room."""
+        kind = self.kinds.pop(spec, None)
+        if kind is None:
+            # those of the smallest that these are within, else of the smallest that have room
+            alike = sorted(
+                (kind for kind in self._alike(spec) if kind.branches),
+                key=lambda kind: (spec.growth_over(kind.spec) > 1, kind.spec.elements),
+            )
+            kind = InputKind(spec)
+            for other in alike:
+                growth = spec.growth_over(other.spec)
+                roomy = [one for one in other.branches if growth <= min(one.room, SHARED)]
+                if roomy:
+                    kind = InputKind(other.spec, roomy)
+                    break
+            if alike and not kind.branches and self.plannings(spec) >= self.most_plannings:
+                kind.branches = [*alike[-1].branches]
+        self.kinds[spec] = kind
+        for oldest in [*self.kinds][: -self.most_kinds]:
+            self.kinds.pop(oldest, None)
+        return kind
+
+    def plannings(self, spec: InputSpec) -> int:
+        """Returns how often arguments that differ from these in sizes alone were planned for."""
+        return sum(kind.plannings for kind in self._alike(spec))
+
+    def _alike(self, spec: InputSpec) -> list[InputKind]:
+        # listed first, since other threads may add kinds
+        kinds = [*self.kinds.items()]
+        return [kind for other, kind in kinds if other.structure == spec.structure]
