@@ -405,7 +405,7 @@ found["asking"] = [launched(train, x) for _ in range(4)]
 # a mutant: it is told
 from contextlib import nullcontext
 from zoo.cuda_graphs import capture
-untold, capture._untold = capture._untold, lambda module: nullcontext()
+hidden, capture._capture_hidden = capture._capture_hidden, lambda module: nullcontext()
 program = Program()
 program.step = asking(program)
 train = program.graphed()
@@ -414,7 +414,7 @@ try:
         train(x)
 except zoo.GraphError as error:
     found["asking"].append(str(error))
-capture._untold = untold
+capture._capture_hidden = hidden
 """
 
 

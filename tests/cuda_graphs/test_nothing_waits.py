@@ -8,7 +8,8 @@ import zoo
 
 ROOM = Path(zoo.__file__).parent
 # what runs in a training step: forwards by a plan, replays, an optimizer in the backward
-IN_A_STEP = ("engine", "optimizer", "tracing/planned_forward.py", "loss.py", "invocation.py")
+IN_A_STEP = ("engine", "optimizer", "loss.py", "invocation.py", "tracing/planned_forward.py")
+IN_A_STEP += ("tracing/forward_patch.py", "tracing/plan_cache.py")
 # methods of tensors, streams and events, and functions, that wait for a device
 WAITING = {
     *("item", "tolist", "numpy", "cpu", "nonzero", "masked_select", "unique", "synchronize"),

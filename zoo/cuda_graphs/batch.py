@@ -4,12 +4,12 @@ A graph reads its inputs at fixed addresses. So each batch is copied into tensor
 the capture, and two batches can share a graph if they differ in the numbers of tensors alone.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from zoo._torch import is_traceable_wrapper_subclass
+from zoo._torch import PyTree, is_traceable_wrapper_subclass
 from zoo.errors import GraphError, shortened
 from zoo.invocation import Invocation
 from zoo.profiling.tensor_spec import flattened, tensors_held_by
@@ -22,7 +22,7 @@ class BatchKind(NamedTuple):
     """What the batches of one graph have in common: structure, values, and metadata of tensors."""
 
     structure: str
-    leaves: tuple[Any, ...]
+    leaves: tuple[object, ...]
 
     @classmethod
     def of(cls, batch: Invocation) -> "BatchKind":
@@ -31,7 +31,7 @@ class BatchKind(NamedTuple):
         return cls(str(tree), tuple(map(_leaf_kind, leaves)))
 
 
-def _leaf_kind(leaf: Any) -> Any:
+def _leaf_kind(leaf: object) -> object:
     if not isinstance(leaf, Tensor):
         # 1 == 1.0 == True; an object is another kind than any other
         return type(leaf), leaf if isinstance(leaf, VALUES) else id(leaf)
@@ -119,7 +119,7 @@ def _copy_numbers(static: Tensor, tensor: Tensor) -> None:
     static[once].copy_(tensor[once], non_blocking=True)
 
 
-def own_outputs(outputs: Any) -> Any:
+def own_outputs(outputs: PyTree) -> PyTree:
     """Returns what a step returned in tensors of its own, without a graph of autograd.
 
     Raises:
@@ -136,6 +136,6 @@ def own_outputs(outputs: Any) -> Any:
     return copied.args[0]
 
 
-def detached(outputs: Any) -> Any:
+def detached(outputs: PyTree) -> PyTree:
     """Returns what a step returned, without a graph of autograd, in the same memory."""
     return Invocation((outputs,)).map(lambda tensor: tensor.detach()).args[0]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from zoo._torch import PyTree
 from zoo.cuda_graphs.batch import StaticBatch, detached, own_outputs
 from zoo.cuda_graphs.python_state import PythonState
 from zoo.cuda_graphs.step_observer import Observation
@@ -22,6 +23,8 @@ from zoo.invocation import Invocation
 
 # other threads, such as those of a data loader, may go on meanwhile
 ERROR_MODE = "thread_local"
+# the handle of a pool of memory, by the module of a device
+Pool = tuple[int, int]
 
 
 class DeviceGraphs:
@@ -32,11 +35,12 @@ class DeviceGraphs:
         # one for all steps of the device: libraries keep a workspace for each stream
         self.stream = self.module.Stream(device)
 
-    def pool(self) -> Any:
+    def pool(self) -> Pool:
         """Returns a pool of memory that several graphs may share."""
-        return self.module.graph_pool_handle()
+        pool: Pool = self.module.graph_pool_handle()
+        return pool
 
-    def run_eagerly(self, step: Callable[[], Any]) -> Any:
+    def run_eagerly(self, step: Callable[[], PyTree]) -> PyTree:
         """Runs a step on the stream of the captures, after all before it and before all after."""
         current = self.module.current_stream()
         self.stream.wait_stream(current)
@@ -49,9 +53,9 @@ class DeviceGraphs:
     def capture(
         self,
         observe: Callable[[], Observation],
-        pool: Any,
+        pool: Pool,
         generators: Iterable[torch.Generator],
-    ) -> tuple[Any, Observation, Any]:
+    ) -> tuple[Any, Observation, PyTree]:
         """Captures a step; returns the graph, what the step did, and what it returned.
 
         Raises:
@@ -67,7 +71,7 @@ class DeviceGraphs:
             with (
                 self.module.stream(self.stream),
                 whole_step_captured(),
-                _untold(self.module),
+                _capture_hidden(self.module),
                 self._capturing(graph, pool),
             ):
                 try:
@@ -83,13 +87,13 @@ class DeviceGraphs:
             failure = None
         return graph, captured, outputs
 
-    def _capturing(self, graph: Any, pool: Any) -> Any:
+    def _capturing(self, graph: Any, pool: Pool) -> Any:
         options = {"pool": pool, "stream": self.stream, "capture_error_mode": ERROR_MODE}
         return self.module.graph(graph, **options)
 
 
 @contextlib.contextmanager
-def _untold(module: Any) -> Iterator[None]:
+def _capture_hidden(module: Any) -> Iterator[None]:
     """Tells the program inside of the block that nothing is captured, but torch and zoo the truth.
 
     Libraries ask in order to avoid what a capture does not allow. That is refused already, and a
@@ -138,13 +142,13 @@ class CapturedStep:
     def __init__(
         self,
         graphs: DeviceGraphs,
-        step: Callable[..., Any],
+        step: Callable[..., PyTree],
         batch: Invocation,
         *,
         state: PythonState,
         eager: Observation,
         unread: set[str],
-        pool: Any,
+        pool: Pool,
     ) -> None:
         """Captures the step; no kernel of it runs.
 
@@ -157,22 +161,23 @@ class CapturedStep:
             GraphError: the step cannot be captured; gradients are as before.
         """
         self.static, self.state = StaticBatch(batch), state
-        before = [(place, place.read()) for place in state.tensors]
+        before = [(location, location.read()) for location in state.tensors]
         try:
-            for place in state.tensors:
-                if place.is_gradient and place.name in unread:
+            for location in state.tensors:
+                if location.is_gradient and location.name in unread:
                     # the step drops it, and its memory is not the pool's
-                    place.write(None)
+                    location.write(None)
             run = functools.partial(self.static.batch.on, step)
             observe = functools.partial(Observation, run, state, self.static.batch.tensors)
             self.graph, captured, self.outputs = graphs.capture(observe, pool, state.generators)
             self._check(eager, captured)
         except BaseException:
-            for place, tensor in before:
-                if place.read() is not tensor:
-                    place.write(tensor)
+            for location, tensor in before:
+                if location.read() is not tensor:
+                    location.write(tensor)
             raise
-        self.left = [(place, now) for place, then in before if (now := place.read()) is not then]
+        pairs = ((location, location.read(), tensor) for location, tensor in before)
+        self.left = [(location, now) for location, now, then in pairs if now is not then]
         state.forget(unread)
 
     def _check(self, eager: Observation, captured: Observation) -> None:
@@ -192,10 +197,10 @@ class CapturedStep:
                 "ask whether it is captured; have it do the same in eager steps"
             )
 
-    def replay(self, batch: Invocation) -> Any:
+    def replay(self, batch: Invocation) -> PyTree:
         """Runs the step on a batch; returns what it returns."""
         self.static.take(batch)
         self.graph.replay()
-        for place, tensor in self.left:
-            place.write(tensor)
+        for location, tensor in self.left:
+            location.write(tensor)
         return own_outputs(self.outputs)

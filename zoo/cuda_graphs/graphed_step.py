@@ -7,9 +7,9 @@ looks first at all that Python would have read:
 
     call      kind of batch      Python around it         the step
     1, 2, 3   new                                         runs eagerly, and is observed
-    4         known              as in the last calls     is captured, then replayed
-    5         known              the same                 is replayed: no Python, a copied batch
-    6         known              another learning rate    runs eagerly, later captured anew
+    4         the same           as in the last calls     is captured, then replayed
+    5         the same           the same                 is replayed: no Python, a copied batch
+    6         the same           another learning rate    runs eagerly, later captured anew
     n         the epoch's last   the same                 runs eagerly, as it is rare
 """
 
@@ -24,9 +24,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zoo._torch import is_traceable_wrapper_subclass
+from zoo._torch import PyTree, is_traceable_wrapper_subclass
 from zoo.cuda_graphs.batch import BatchKind, check_batch, detached, own_outputs
-from zoo.cuda_graphs.capture import CapturedStep, DeviceGraphs, graphs_on
+from zoo.cuda_graphs.capture import CapturedStep, DeviceGraphs, Pool, graphs_on
 from zoo.cuda_graphs.python_state import PythonState
 from zoo.cuda_graphs.step_observer import Observation
 from zoo.errors import ArgumentError, GraphError, shortened
@@ -64,7 +64,7 @@ class Trial:
 
 @dataclass
 class Kind:
-    """What is known of the batches of a kind."""
+    """The calls with batches of a kind, and their graphs."""
 
     calls: int = 0
     trials: deque[Trial] = field(default_factory=lambda: deque(maxlen=MOST_TRIALS))
@@ -95,7 +95,7 @@ class GraphedStep:
         # the most recently used last
         self._kinds: dict[BatchKind, Kind] = {}
         self._graphs: list[CapturedStep] = []
-        self._pool: Any = None
+        self._pool: Pool | None = None
         self._is_warned = False
         self._check_program()
 
@@ -148,7 +148,7 @@ class GraphedStep:
                 if graph in kind.graphs:
                     kind.graphs.remove(graph)
 
-    def _replay(self, captured: CapturedStep, batch: Invocation) -> Any:
+    def _replay(self, captured: CapturedStep, batch: Invocation) -> PyTree:
         self._graphs.remove(captured)
         self._graphs.append(captured)
         self.replays += 1
@@ -214,20 +214,20 @@ class GraphedStep:
 
     def _run_eagerly(
         self, graphs: DeviceGraphs, kind: Kind, batch: Invocation, device: torch.device
-    ) -> Any:
+    ) -> PyTree:
         self.eager += 1
         if kind.wait:
             kind.wait -= 1
             return graphs.run_eagerly(lambda: batch.on(self.step))
-        found = (one for one in reversed(kind.trials) if one.state.change() is None)
-        trial = next(found, None)
+        alike = (earlier for earlier in reversed(kind.trials) if earlier.state.change() is None)
+        trial = next(alike, None)
         changed = kind.trials[-1].state.change() if kind.trials and trial is None else None
         state = self._state(device) if trial is None else trial.state
         observation = Observation(
             lambda: graphs.run_eagerly(lambda: batch.on(self.step)), state, batch.tensors
         )
         if trial is None:
-            state.forget({place.name for place in observation.replaced})
+            state.forget({location.name for location in observation.replaced})
             trial = Trial(state, observation)
             kind.changing = f"{changed} changes from call to call" if changed is not None else ""
         else:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zoo.cuda_graphs.python_walk import Walk
-from zoo.cuda_graphs.watched_values import ContainerValues, StateChange, TensorPlace
+from zoo.cuda_graphs.watched_values import ContainerValues, StateChange, TensorLocation
 from zoo.engine.kernel_settings import TABLE, read_settings
 
 
@@ -21,9 +21,9 @@ class PythonState:
     """Values and tensors that a training step may read, as they were when this was made.
 
     Attributes:
-        tensors: the places where there are tensors or gradients.
+        tensors: where tensors and gradients are kept.
         generators, host_generators: what draws random numbers, of torch and others.
-        scalers: names of the GradScalers that were found and are in use.
+        scalers: names of the GradScalers in use.
         unread: names of tensors that are not compared.
     """
 
@@ -33,10 +33,10 @@ class PythonState:
         walk = Walk(roots)
         self.values, self.empty, self.tensors = walk.values, walk.empty, walk.tensors
         seen: Counter[str] = Counter()
-        for place in self.tensors:
-            seen[place.name] += 1
-            # a name stands for one place
-            place.name += f" ({seen[place.name]})" * (seen[place.name] > 1)
+        for location in self.tensors:
+            seen[location.name] += 1
+            # names are unique
+            location.name += f" ({seen[location.name]})" * (seen[location.name] > 1)
         self.generators, self.host_generators = walk.generators, walk.host_generators
         self.scalers = walk.scalers
         self.unread: set[str] = set()
@@ -54,13 +54,13 @@ class PythonState:
         for name, container in self.empty:
             if container:
                 yield StateChange(name, "no entries", f"{len(container)} entries")
-        found: list[ContainerValues | TensorPlace] = [*self.values, *self.tensors]
-        yield from (difference for one in found if (difference := one.change()) is not None)
+        watched: list[ContainerValues | TensorLocation] = [*self.values, *self.tensors]
+        yield from (change for each in watched if (change := each.change()) is not None)
 
     def forget(self, names: set[str]) -> None:
         """Compares tensors of these names no longer: the step does not read them."""
         self.unread |= names
-        self.tensors = [place for place in self.tensors if place.name not in names]
+        self.tensors = [location for location in self.tensors if location.name not in names]
 
 
 def _ambient(device: torch.device) -> tuple[Any, ...]:

@@ -37,7 +37,7 @@ from zoo.cuda_graphs.watched_values import (
     MappingValues,
     PlanInForce,
     SlotValues,
-    TensorPlace,
+    TensorLocation,
 )
 from zoo.errors import GraphError
 from zoo.tracing.planned_forward import PatchedForward
@@ -93,7 +93,7 @@ class Walk:
             count = len(self.names)
             self.values: list[ContainerValues] = []
             self.empty: list[tuple[str, Sized]] = []
-            self.tensors: list[TensorPlace] = []
+            self.tensors: list[TensorLocation] = []
             self.generators: list[torch.Generator] = []
             self.host_generators: list[Any] = []
             self.scalers: list[str] = []
@@ -150,8 +150,8 @@ class Walk:
     def _add_gradient(self, name: str, tensor: Tensor) -> None:
         if tensor.is_leaf and tensor.requires_grad:
             read, write = (functools.partial(function, tensor, "grad") for function in ACCESS)
-            place = TensorPlace(f"the gradient of {name}", read, write, is_gradient=True)
-            self.tensors.append(place)
+            location = TensorLocation(f"the gradient of {name}", read, write, is_gradient=True)
+            self.tensors.append(location)
 
     def _add_python_module(self, name: str, module: ModuleType) -> None:
         if _is_own(module.__name__):
@@ -197,9 +197,9 @@ class Walk:
 @functools.cache
 def _names_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """Returns the variables and the attributes that code names, also that of functions in it."""
-    found = [(step.opname, step.argval) for step in dis.get_instructions(code)]
-    variables = {name for kind, name in found if kind in ("LOAD_GLOBAL", "LOAD_NAME")}
-    attributes = {name for kind, name in found if "ATTR" in kind or kind == "LOAD_METHOD"}
+    loads = [(step.opname, step.argval) for step in dis.get_instructions(code)]
+    variables = {name for kind, name in loads if kind in ("LOAD_GLOBAL", "LOAD_NAME")}
+    attributes = {name for kind, name in loads if "ATTR" in kind or kind == "LOAD_METHOD"}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             inner = _names_in(constant)

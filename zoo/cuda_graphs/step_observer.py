@@ -16,15 +16,15 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
-from zoo._torch import pytree
+from zoo._torch import Args, Kwargs, Operator, PyTree, pytree
 from zoo.cuda_graphs.batch import VALUES
 from zoo.cuda_graphs.python_state import PythonState
 from zoo.engine.recorder import KernelMode
@@ -59,16 +59,16 @@ class Obstacle(NamedTuple):
 
 
 class Address(NamedTuple):
-    """That of a tensor that was made before the step."""
+    """The address of a tensor from before the step."""
 
     value: int
 
 
 class ObservedKernel(NamedTuple):
-    """A kernel that ran, with the plain values and the addresses that it was given."""
+    """A kernel that ran, and the plain values and addresses among its arguments."""
 
     name: str
-    values: tuple[Any, ...]
+    values: tuple[object, ...]
 
     def difference(self, other: "ObservedKernel") -> str | None:
         """Returns how another call differs; None if it does not."""
@@ -89,21 +89,21 @@ class Observation:
     Attributes:
         obstacle: what a graph of it cannot do; None if nothing was found.
         calls: its kernels.
-        storages: those from before the step that kernels were given, by their addresses.
-        outside: such storages that nothing in the Python around the step is known to hold.
-        replaced: where the step has put another tensor in the place of one that it did not read.
+        storages: storages from before the step that kernels read, by their addresses.
+        outside: the ones among them in which no tensor of the state lies.
+        replaced: where tensors were kept that the step has replaced without reading them.
     """
 
     def __init__(
         self,
-        step: Callable[[], Any],
+        step: Callable[[], PyTree],
         state: PythonState,
         batch: Iterable[Tensor],
     ) -> None:
         device = state.device
         self.obstacle: Obstacle | None = None
         self.calls: list[ObservedKernel] = []
-        self.storages: dict[int, Any] = {}
+        self.storages: dict[int, UntypedStorage] = {}
         for name in state.scalers:
             self.note(
                 f"{name} is a GradScaler, which decides in Python whether to step",
@@ -111,11 +111,11 @@ class Observation:
             )
         generators = _host_generators(state)
         # weakly: the step may free them; another one may come to lie at the same address
-        found = ((place, place.read()) for place in state.tensors)
-        tensors = [(place, ref(one)) for place, one in found if isinstance(one, Tensor)]
-        known = {place.storage for place in state.tensors}
-        with _Observer(self, batch, known, device):
-            self._outputs: Any = step()
+        pairs = ((location, location.read()) for location in state.tensors)
+        tensors = [(where, ref(tensor)) for where, tensor in pairs if isinstance(tensor, Tensor)]
+        of_state = {location.storage for location in state.tensors}
+        with _Observer(self, batch, of_state, device):
+            self._outputs: PyTree = step()
         if generators != _host_generators(state):
             self.note(
                 "it draws random numbers on the host, which replays would not draw again",
@@ -128,15 +128,16 @@ class Observation:
                     "change it after the step, or keep it in a tensor that is written in place",
                 )
         self.replaced = [
-            place
-            for place, tensor in tensors
-            if (tensor() is None or place.read() is not tensor())
-            and place.storage not in self.storages
+            location
+            for location, tensor in tensors
+            if (tensor() is None or location.read() is not tensor())
+            and location.storage not in self.storages
         ]
-        self.outside = [one for address, one in self.storages.items() if address not in known]
+        pairs_outside = (pair for pair in self.storages.items() if pair[0] not in of_state)
+        self.outside = [storage for _, storage in pairs_outside]
         self.storages.clear()
 
-    def take_outputs(self) -> Any:
+    def take_outputs(self) -> PyTree:
         """Returns what the step returned, once: with it lives the graph of autograd."""
         outputs, self._outputs = self._outputs, None
         return outputs
@@ -162,10 +163,14 @@ class _Observer(KernelMode):  # type: ignore[no-untyped-call]
     keeps_compiled = True
 
     def __init__(
-        self, found: Observation, batch: Iterable[Tensor], known: set[int], device: torch.device
+        self,
+        observation: Observation,
+        batch: Iterable[Tensor],
+        of_state: set[int],
+        device: torch.device,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found, self.known, self.device = found, known, device
+        self.observation, self.of_state, self.device = observation, of_state, device
         # storages of the batch, and those that the step makes
         self.own: set[int] = set()
         # storages of what kernels return to say which random numbers they drew: on the host, and in
@@ -173,8 +178,8 @@ class _Observer(KernelMode):  # type: ignore[no-untyped-call]
         self.seeds: set[int] = set()
         self._add_own(batch)
 
-    def _add_own(self, tensors: Iterable[Any]) -> None:
-        self.own.update(_number(one) for one in tensors if isinstance(one, Tensor))
+    def _add_own(self, tensors: Iterable[object]) -> None:
+        self.own.update(_number(leaf) for leaf in tensors if isinstance(leaf, Tensor))
 
     def _is_own(self, tensor: Tensor) -> bool:
         return storage_of(tensor) is None or _number(tensor) in self.own
@@ -182,31 +187,34 @@ class _Observer(KernelMode):  # type: ignore[no-untyped-call]
     def _is_copy(self, tensor: Tensor) -> bool:
         """Returns whether a kernel that is replayed reads a copy, which no mode saw being made."""
         storage = storage_of(tensor)
-        return storage is not None and thread.replaying and storage.data_ptr() not in self.known
+        return storage is not None and thread.replaying and storage.data_ptr() not in self.of_state
 
     def _is_on_host(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" != self.device.type
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
         """Runs a kernel and writes it down."""
         leaves = pytree.tree_leaves((args, kwargs))
         is_lifted = getattr(func, "_schema", None) is not None and func._schema.name == LIFTED
         if is_lifted:
             self._add_own(leaves)
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        before = {*map(_number, given)}
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        before = {*map(_number, inputs)}
         if func not in IDLE:
-            self.found.calls.append(ObservedKernel(str(func), tuple(map(self._value, leaves))))
+            values = tuple(map(self._value, leaves))
+            self.observation.calls.append(ObservedKernel(str(func), values))
         out = func(*args, **kwargs or {})
-        made = [one for one in pytree.tree_leaves(out) if isinstance(one, Tensor)]
-        self._add_own(one for one in made if _number(one) not in before)
+        results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        self._add_own(tensor for tensor in results if _number(tensor) not in before)
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-            self.seeds.update(_number(one) for one in made if self._is_on_host(one))
-        if self.found.obstacle is None:
-            self._look_for_obstacle(func, given, made, is_lifted)
+            self.seeds.update(map(_number, filter(self._is_on_host, results)))
+        if self.observation.obstacle is None:
+            self._look_for_obstacle(func, inputs, results, is_lifted)
         return out
 
-    def _value(self, leaf: Any) -> Any:
+    def _value(self, leaf: object) -> object:
         """Returns what a graph makes constant of an argument of a kernel."""
         if not isinstance(leaf, Tensor):
             return leaf if isinstance(leaf, VALUES) else type(leaf).__name__
@@ -214,20 +222,20 @@ class _Observer(KernelMode):  # type: ignore[no-untyped-call]
         if storage is None or self._is_own(leaf) or self._is_copy(leaf):
             is_number = self._is_on_host(leaf) and leaf.numel() == 1
             return leaf.tolist() if is_number and _number(leaf) not in self.seeds else OWN
-        self.found.storages[storage.data_ptr()] = storage
+        self.observation.storages[storage.data_ptr()] = storage
         return Address(storage.data_ptr() + int(leaf.storage_offset()) * leaf.itemsize)
 
     def _look_for_obstacle(
-        self, func: Any, given: list[Tensor], made: list[Tensor], is_lifted: bool
+        self, func: Operator, inputs: list[Tensor], results: list[Tensor], is_lifted: bool
     ) -> None:
-        host = [self._is_on_host(tensor) for tensor in (*given, *made)]
-        outside = next((t for t in given if self._is_on_host(t) and not self._is_own(t)), None)
+        host = [self._is_on_host(tensor) for tensor in (*inputs, *results)]
+        outside = next((t for t in inputs if self._is_on_host(t) and not self._is_own(t)), None)
         if not all(host) and not READS.isdisjoint(getattr(func, "tags", ())):
             what, way_out = "reads numbers of a tensor and waits for the device", KEEP_ON_DEVICE
         elif outside is not None:
             what = f"computes on the host with a tensor {tuple(outside.shape)} from before the step"
             way_out = f"keep that tensor on {self.device}"
-        elif is_lifted and not any(host) and made[0].numel():
+        elif is_lifted and not any(host) and results[0].numel():
             what = f"puts numbers of Python on {self.device} and waits for it"
             way_out = "make the tensor before the step, or with torch.full"
         elif any(host) and not all(host) and func in COPIES:
@@ -237,7 +245,7 @@ class _Observer(KernelMode):  # type: ignore[no-untyped-call]
             return
         frame = sys._getframe(2)
         here = f" at {line}" if (line := line_of_frame(frame)) else ""
-        self.found.note(f"{func}{here} {what}", _way_out(frame) or way_out)
+        self.observation.note(f"{func}{here} {what}", _way_out(frame) or way_out)
 
 
 def _number(tensor: Tensor) -> int:
@@ -248,8 +256,8 @@ def _number(tensor: Tensor) -> int:
 
 def _way_out(frame: FrameType | None) -> str | None:
     while frame is not None:
-        if (found := WAYS_OUT.get(os.path.basename(frame.f_code.co_filename))) is not None:
-            return found
+        if (way := WAYS_OUT.get(os.path.basename(frame.f_code.co_filename))) is not None:
+            return way
         frame = frame.f_back
     return None
 

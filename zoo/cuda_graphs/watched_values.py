@@ -24,7 +24,7 @@ LARGEST_ARRAY = 1 << 16
 
 
 class StateChange(NamedTuple):
-    """A value that is another one than before."""
+    """A value that has changed."""
 
     name: str
     before: Any
@@ -48,40 +48,40 @@ class ContainerValues:
         """Returns the values that are there now."""
         raise NotImplementedError
 
-    def name_of(self, place: int) -> str:
-        """Returns the name of one of them."""
+    def name_of(self, index: int) -> str:
+        """Returns the name of the value at an index."""
         raise NotImplementedError
 
-    def set(self, place: int, value: Any) -> None:
-        """Writes one of them, of which there are tensors."""
+    def set(self, index: int, value: Any) -> None:
+        """Writes the value at an index, a tensor."""
         raise NotImplementedError
 
     def change(self) -> StateChange | None:
-        """Returns the first value that is another one now; tensors are compared elsewhere."""
+        """Returns the first value that has changed; tensors are compared elsewhere."""
         now = self.read()
         if len(now) != len(self.before):
             return StateChange(self.name, f"{len(self.before)} entries", f"{len(now)} entries")
         if all(map(operator.is_, self.before, now)):
             return None
-        for place, (before, value) in enumerate(zip(self.before, now, strict=True)):
+        for index, (before, value) in enumerate(zip(self.before, now, strict=True)):
             if not _is_same(before, value):
-                return StateChange(self.name_of(place), before, value)
+                return StateChange(self.name_of(index), before, value)
         return None
 
-    def tensors(self) -> Iterator["TensorPlace"]:
-        """Yields the places of tensors."""
-        for place, value in enumerate(self.before):
+    def tensors(self) -> Iterator["TensorLocation"]:
+        """Yields where the tensors among the values are kept."""
+        for index, value in enumerate(self.before):
             if isinstance(value, Tensor):
-                read = functools.partial(self._value, place)
-                yield TensorPlace(self.name_of(place), read, functools.partial(self.set, place))
+                read = functools.partial(self._value, index)
+                yield TensorLocation(self.name_of(index), read, functools.partial(self.set, index))
 
-    def _value(self, place: int) -> Any:
+    def _value(self, index: int) -> Any:
         now = self.read()
-        return now[place] if place < len(now) else None
+        return now[index] if index < len(now) else None
 
 
 class MappingValues(ContainerValues):
-    """Those of a dict or of an object's attributes: of some keys, or of all."""
+    """The values of a dict or of an object's attributes: of some keys, or of all."""
 
     def __init__(
         self, name: str, mapping: Mapping[Any, Any], keys: Iterable[Any] | None = None
@@ -96,31 +96,31 @@ class MappingValues(ContainerValues):
             return (*self.mapping.values(),)
         return tuple(self.mapping.get(key, MISSING) for key in self.keys)
 
-    def name_of(self, place: int) -> str:
-        """Returns the name of one of them."""
-        key = self.keys[place]
+    def name_of(self, index: int) -> str:
+        """Returns the name of the value at an index."""
+        key = self.keys[index]
         if not isinstance(key, str):
-            return f"{self.name}[{place}]"
+            return f"{self.name}[{index}]"
         return f"{self.name}.{key}" if self.name else key
 
-    def set(self, place: int, value: Any) -> None:
-        """Writes one of them."""
-        self.mapping[self.keys[place]] = value  # type: ignore[index]
+    def set(self, index: int, value: Any) -> None:
+        """Writes the value at an index."""
+        self.mapping[self.keys[index]] = value  # type: ignore[index]
 
-    def _value(self, place: int) -> Any:
-        return self.mapping.get(self.keys[place])
+    def _value(self, index: int) -> Any:
+        return self.mapping.get(self.keys[index])
 
 
 class PlanInForce(MappingValues):
     """The plan by which a model ran last."""
 
-    def name_of(self, place: int) -> str:
-        """Returns the name of it."""
+    def name_of(self, index: int) -> str:
+        """Returns the name of the plan."""
         return f"the plan of {self.name}"
 
 
 class ListValues(ContainerValues):
-    """Those of a list, a deque or a set."""
+    """The values of a list, a deque or a set."""
 
     def __init__(self, name: str, values: Any) -> None:
         self.values = values
@@ -130,19 +130,19 @@ class ListValues(ContainerValues):
         """Returns the values that are there now."""
         return (*self.values,)
 
-    def name_of(self, place: int) -> str:
-        """Returns the name of one of them."""
-        return f"{self.name}[{place}]"
+    def name_of(self, index: int) -> str:
+        """Returns the name of the value at an index."""
+        return f"{self.name}[{index}]"
 
-    def set(self, place: int, value: Any) -> None:
-        """Writes one of them."""
-        self.values[place] = value
+    def set(self, index: int, value: Any) -> None:
+        """Writes the value at an index."""
+        self.values[index] = value
 
 
 class FixedValues(ListValues):
-    """Those of a tuple or a frozenset."""
+    """The values of a tuple or a frozenset."""
 
-    def set(self, place: int, value: Any) -> None:
+    def set(self, index: int, value: Any) -> None:
         """Writes nothing: what is there stays there."""
 
 
@@ -157,13 +157,13 @@ class ArrayValues(ContainerValues):
         """Returns the numbers that are there now."""
         return (self.array.tobytes(),) if self.array.nbytes <= LARGEST_ARRAY else ()
 
-    def name_of(self, place: int) -> str:
+    def name_of(self, index: int) -> str:
         """Returns the name of the array."""
         return self.name
 
 
 class SlotValues(ContainerValues):
-    """Those of an object's slots."""
+    """The values of an object's slots."""
 
     def __init__(self, name: str, owner: Any, keys: Iterable[str]) -> None:
         self.owner, self.keys = owner, (*keys,)
@@ -173,17 +173,17 @@ class SlotValues(ContainerValues):
         """Returns the values that are there now."""
         return tuple(getattr(self.owner, key, MISSING) for key in self.keys)
 
-    def name_of(self, place: int) -> str:
-        """Returns the name of one of them."""
-        return f"{self.name}.{self.keys[place]}"
+    def name_of(self, index: int) -> str:
+        """Returns the name of the value at an index."""
+        return f"{self.name}.{self.keys[index]}"
 
-    def set(self, place: int, value: Any) -> None:
-        """Writes one of them."""
-        setattr(self.owner, self.keys[place], value)
+    def set(self, index: int, value: Any) -> None:
+        """Writes the value at an index."""
+        setattr(self.owner, self.keys[index], value)
 
 
 class EnclosedValues(ContainerValues):
-    """Those of the variables that a function has from the functions around it."""
+    """The values of the variables that a function has from the functions around it."""
 
     def __init__(self, name: str, function: FunctionType) -> None:
         self.cells = function.__closure__ or ()
@@ -194,13 +194,13 @@ class EnclosedValues(ContainerValues):
         """Returns the values that are there now."""
         return tuple(map(_contents, self.cells))
 
-    def name_of(self, place: int) -> str:
-        """Returns the name of one of them."""
-        return self.variables[place]
+    def name_of(self, index: int) -> str:
+        """Returns the name of the value at an index."""
+        return self.variables[index]
 
-    def set(self, place: int, value: Any) -> None:
-        """Writes one of them."""
-        self.cells[place].cell_contents = value
+    def set(self, index: int, value: Any) -> None:
+        """Writes the value at an index."""
+        self.cells[index].cell_contents = value
 
 
 def _is_same(value: Any, other: Any) -> bool:
@@ -216,8 +216,8 @@ def _is_same(value: Any, other: Any) -> bool:
     return isinstance(value, (*VALUES, MethodType)) and bool(value == other)
 
 
-class TensorPlace:
-    """Where a tensor was found, and its address; also a gradient that is there or not."""
+class TensorLocation:
+    """Where a tensor or a gradient is kept, and the address that it had; that of None is -1."""
 
     __slots__ = ("address", "is_gradient", "name", "read", "requires_grad", "storage", "write")
 
