@@ -631,6 +631,37 @@ def test_a_number_is_never_stale_wherever_the_program_keeps_it(name: str) -> Non
     assert_same(losses(graphed=True), losses(graphed=False))
 
 
+EXECUTED = """
+class Settings:
+    weight = 1.0
+
+settings = Settings()
+
+def weighted(loss):
+    return settings.weight * loss
+"""
+
+
+def test_a_program_that_is_executed_without_a_name_is_walked() -> None:
+    # as some tools run a program: its functions and classes are of no module then
+    names: dict[str, Any] = {}
+    exec(EXECUTED, names)
+    program = Program(graphed=False)
+    model, optimizer = program.model, program.optimizer
+    eager = copy.deepcopy(model)
+
+    def step(x: Tensor) -> Tensor:
+        return names["weighted"](model.eval()(x).sum())  # type: ignore[no-any-return]
+
+    graphed = zoo.make_graphed_step(step, model=model, optimizer=optimizer)
+    for number in range(8):
+        if number == 6:
+            names["settings"].weight = 0.5
+        expected = (0.5 if number > 5 else 1.0) * eager.eval()(batch(number)[0]).sum()
+        torch.testing.assert_close(graphed(batch(number)[0]), expected, rtol=0, atol=0)
+    assert graphed.replays == 3
+
+
 def test_a_process_group_of_one_is_captured_after_eleven_steps() -> None:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:

@@ -53,6 +53,8 @@ WALKED = (nn.Module, Optimizer, LRScheduler, Distribution, SimpleNamespace, Name
 OF_PARALLEL = ("training", "_modules", "_forward_hooks", "require_backward_grad_sync")
 # what draws random numbers on the host, where NumPy is in use
 DRAWING = ("Generator", "RandomState", "BitGenerator")
+# flag of classes that are made while a program runs
+HEAP_TYPE = 1 << 9
 # how an attribute is read and written
 ACCESS: tuple[Callable[..., Any], ...] = (getattr, setattr)
 
@@ -163,7 +165,7 @@ class Walk:
 
     def _add_object(self, name: str, value: Any) -> None:
         kind, own = type(value), getattr(value, "__dict__", None)
-        if not (isinstance(value, WALKED) or _is_open(kind.__module__)):
+        if not (isinstance(value, WALKED) or _is_open(_module_of(kind))):
             return
         if isinstance(value, nn.Module):
             # before they are met under a longer name
@@ -171,20 +173,20 @@ class Walk:
                 self._visit(name, value.__dict__.get(part))
         if isinstance(value, DistributedDataParallel):
             self._add(MappingValues(name, value.__dict__, OF_PARALLEL))
-        elif own is not None and (isinstance(value, WALKED) or not _is_own(kind.__module__)):
+        elif own is not None and (isinstance(value, WALKED) or not _is_own(_module_of(kind))):
             self._add(MappingValues(name, own))
         elif own is not None:
             self._add(MappingValues(name, own, self._named(own)))
         for owner in kind.__mro__:
             if slots := self._named(dict.fromkeys(vars(owner).get("__slots__", ()))):
                 self._add(SlotValues(name, value, slots))
-            if _is_own(owner.__module__) and id(owner) not in self.seen:
+            if _is_own(_module_of(owner)) and id(owner) not in self.seen:
                 # methods, and attributes of the class
                 self.seen[id(owner)] = owner
                 self._add(MappingValues(name, vars(owner), self._named(vars(owner))))
 
     def _add_function(self, name: str, function: FunctionType) -> None:
-        if not _is_own(function.__module__):
+        if not _is_own(function.__module__ or "__main__"):
             return
         variables, attributes = _names_in(function.__code__)
         self.names |= attributes
@@ -213,6 +215,12 @@ def _numpy_kinds() -> tuple[Any, tuple[type, ...]]:
     if numpy is None:
         return (), ()
     return numpy.ndarray, tuple(getattr(numpy.random, name) for name in DRAWING)
+
+
+def _module_of(kind: type) -> str:
+    """Returns the module of a class; that of a program run by `exec` is not the built-in one."""
+    is_of_program = kind.__module__ == "builtins" and kind.__flags__ & HEAP_TYPE
+    return "__main__" if is_of_program else kind.__module__
 
 
 @functools.cache
