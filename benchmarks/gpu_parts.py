@@ -4,6 +4,7 @@ families   a baseline twice and each way once, from the same weights and seeds: 
            differ after three steps, and the peaks of the third
 budgets    a plan for a share of the baseline's peak: bytes asked, predicted and taken
 speed      seven steps, synchronized: milliseconds, and the peaks in them
+graphs     the same as CUDA graphs, beside the same steps without: what of the state differs, too
 batches    the largest batch within a budget (`largest_batch.py`)
 """
 
@@ -26,6 +27,7 @@ import transformers
 from gpu_cases import Case
 from gpu_rows import Job
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import zoo
 from zoo.engine.devices import synchronize
@@ -34,13 +36,17 @@ from zoo.units import parse_bytes
 from zoo.verification.state_comparison import same_bits
 
 STEPS, TIMED = 3, 7
+# calls of a graphed step until it is one
+WARM = 5
 BASELINE, AGAIN, SWITCH, TRUE, PLAN = "baseline", "baseline again", "switch", "True", "plan"
 IN_BACKWARD = "True, optimizer in the backward"
+GRAPH = "True, CUDA graph"
 WAYS: dict[str, Callable[[peers.Training, Any], Any]] = {
     BASELINE: peers.METHODS["plain"].apply,
     AGAIN: peers.METHODS["plain"].apply,
     SWITCH: peers.METHODS[peers.OWN].apply,
     TRUE: peers.METHODS["zoo, True"].apply,
+    GRAPH: peers.METHODS["zoo, True"].apply,
     IN_BACKWARD: largest_batch.by_true_and_optimizer,
 }
 # what a user gets who does not set PYTORCH_ALLOC_CONF, for these of SPEED
@@ -60,11 +66,11 @@ def jobs(part: str, device: str, conf: str, *, small: bool) -> Iterator[Job]:
     elif part == "budgets":
         for name, (case, shares) in gpu_cases.BUDGETS.items():
             yield make(name, tuple(f"{share:g}" for share in shares), only_on=case.only_on)
-    elif part == "speed":
+    elif part in ("speed", "graphs"):
         for name, case in gpu_cases.SPEED.items():
-            ways = (BASELINE, TRUE, PLAN)
+            ways = (BASELINE, TRUE, GRAPH, PLAN) if part == "speed" else (BASELINE, TRUE, PLAN)
             yield make(name, with_switch(ways, case), only_on=case.only_on)
-        if conf == SEGMENTS:
+        if part == "speed" and conf == SEGMENTS:
             for name in FRAGMENTED:
                 yield replace(make(name, (BASELINE, TRUE)), conf=DEFAULT_SEGMENTS)
     else:
@@ -88,8 +94,8 @@ def measure(job: Job, write: Write) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
     if job.conf == DEFAULT_SEGMENTS:
         torch.cuda.memory._set_allocator_settings(job.conf)
-    parts = {"families": families, "budgets": budgets, "speed": speed, "batches": batches}
-    parts[job.part](job, write)
+    parts = {"families": families, "budgets": budgets, "speed": speed, "graphs": graphs}
+    parts.get(job.part, batches)(job, write)
 
 
 def families(job: Job, write: Write) -> None:
@@ -163,17 +169,87 @@ def speed(job: Job, write: Write) -> None:
         with row_of(job, variant, write, case) as row:
             training, took = begun(case, variant, job)
             row.update(took)
-            row["first_s"] = round(timed(partial(training.step, 0), job.device)[1], 2)
-            for step in range(1, STEPS):
-                training.step(step)
+            step: Callable[[int], Any] = training.step
+            if variant == GRAPH:
+                graphed = by_graph(training, job)
+                step = partial(seeded, graphed, training)
+            row["first_s"] = round(timed(partial(step, 0), job.device)[1], 2)
+            for number in range(1, WARM if variant == GRAPH else STEPS):
+                step(number)
             reset_peaks(job.device)
             steps = 1 if job.small else TIMED
-            pairs = [timed(partial(training.step, step), job.device) for step in range(steps)]
+            pairs = [timed(partial(step, number), job.device) for number in range(steps)]
             launched, done = (
                 1e3 * statistics.median(column) for column in zip(*pairs, strict=True)
             )
             row.update(ms=round(done, 2), cpu_ms=round(launched, 2), steps=steps)
             row.update(peaks(job.device))
+            if variant == GRAPH:
+                row["replays"] = graphed.replays
+
+
+def graphs(job: Job, write: Write) -> None:
+    """Times steps as CUDA graphs, and compares what they leave with what eager ones do."""
+    case = gpu_cases.SPEED[job.case]
+    for variant in job.variants:
+        with row_of(job, variant, write, case) as row:
+            state, row["eager_ms"] = after_steps(case, variant, job, row, graphed=False)
+            graphed, row["graph_ms"] = after_steps(case, variant, job, row, graphed=True)
+            row["differing"] = sum(not same(state[key], graphed[key]) for key in state)
+            row["of"] = len(state)
+
+
+def by_graph(training: peers.Training, job: Job) -> zoo.GraphedStep:
+    """Returns the step of a training as a CUDA graph, where the device has graphs."""
+    for group in training.optimizer.param_groups:
+        # it counts its steps on the device
+        group.update({"capturable": job.device == "cuda"} if "capturable" in group else {})
+
+    def step(*args: Any, **kwargs: Any) -> Tensor:
+        with training.autocast():
+            loss = training.loss(training.call(*args, **kwargs))
+        loss.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        return loss.detach()
+
+    return zoo.make_graphed_step(step, model=training.model, optimizer=training.optimizer)
+
+
+def seeded(train: Callable[..., Tensor], training: peers.Training, seed: int) -> Tensor:
+    """Runs a step on a training's batch, with these random numbers."""
+    torch.manual_seed(seed)
+    return train(*training.args, **training.kwargs)
+
+
+def after_steps(
+    case: Case, variant: str, job: Job, row: dict[str, Any], *, graphed: bool
+) -> tuple[dict[Any, Any], float]:
+    """Returns what steps with different batches leave, and the milliseconds of one."""
+    gc.collect()
+    torch.accelerator.empty_cache()
+    training, took = begun(case, variant, job)
+    train = by_graph(training, job)
+
+    def roll(number: int) -> Tensor:
+        args, kwargs = tree_map_only(
+            Tensor, lambda tensor: tensor.roll(number, 0), (training.args, training.kwargs)
+        )
+        return (train if graphed else train.step)(*args, **kwargs)
+
+    torch.manual_seed(1)
+    for number in range(WARM):
+        roll(number)
+    reset_peaks(job.device)
+    timings = [
+        timed(partial(roll, number), job.device) for number in range(1 if job.small else TIMED)
+    ]
+    loss = roll(WARM)
+    row.update(took | peaks(job.device))
+    if graphed:
+        row.update(captures=train.captures, replays=train.replays)
+    state = {key: to_host(value) for key, value in training.state(loss).items()}
+    return state, round(1e3 * statistics.median(done for _, done in timings), 2)
 
 
 def batches(job: Job, write: Write) -> None:

@@ -56,7 +56,10 @@ GROUPS = (
     Group(
         "Checkpointing",
         "",
-        ("zoo.api.checkpoint", "zoo.engine", "zoo.optimizer", "zoo.planner.plan"),
+        (
+            *("zoo.api.checkpoint", "zoo.cuda_graphs", "zoo.engine", "zoo.optimizer"),
+            "zoo.planner.plan",
+        ),
     ),
     Group(
         "Planning",

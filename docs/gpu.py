@@ -61,8 +61,9 @@ What runs out is what the allocator has *reserved*, in segments with gaps betwee
 """
 GRAPHS = """\
 A whole training step (forward, replays in the backward, optimizer), captured into a CUDA graph
-after some eager ones, and replayed: no Python runs then. A script measured this once; it is no part
-of `make gpu` yet. Peaks are left out, since several captures shared a process.
+after some eager ones, and replayed: no Python runs then. Rows of commit 6b9466f are by a script;
+`make gpu PART=graphs` measures [`zoo.make_graphed_step`](api.md#zoomake_graphed_step), and compares
+what it leaves with what eager steps do. Peaks are left out: captures shared a process.
 """
 SAME = """\
 Losses, parameters and buffers after four replays with four new batches, beside those of the eager
@@ -72,6 +73,8 @@ BATCHES = """\
 The largest batch whose training step stays within a budget in bytes, and its samples per second, in
 float32, by `benchmarks/largest_batch.py`.
 """
+# where a step was to be a graph, and ran eagerly
+NO_GRAPH = "no graph"
 TESTS = "`make test-device DEVICE=cuda`, by file.\n"
 
 
@@ -223,11 +226,14 @@ def speed(rows: Rows) -> str:
     def cell(row: Row, _: dict[str, Row]) -> str:
         if "error" in row:
             return "failed"
+        if row.get("replays") == 0:
+            return NO_GRAPH
         share = f", {row['share']:g}" if "share" in row else ""
         times = f"{row['ms']:.3g} ({row['cpu_ms']:.3g})"
         return f"{times} ms, {format_bytes(row['allocated'])}{share}"
 
-    names = ("baseline", "switch", "blocks", "True", "True, optimizer in the backward", "plan")
+    names = ("baseline", "switch", "blocks", "True", "True, CUDA graph")
+    names += ("True, optimizer in the backward", "plan")
     return by_variant(rows, names, cell).replace("| plan ", "| plan, its share ")
 
 
@@ -269,10 +275,13 @@ def graphs(rows: Rows) -> str:
 
     def cell(row: Row, variants: dict[str, Row]) -> str:
         share = f", {row['share']:g}" if "share" in row else ""
-        return f"{row['graph_ms']:.3g} ms{share}"
+        differs = f", {row['differing']} of {row['of']} differ" if row.get("differing") else ""
+        if row.get("replays") == 0:
+            return NO_GRAPH
+        return f"{row['graph_ms']:.3g} ms{share}{differs}" if "graph_ms" in row else "failed"
 
     eager = [
-        {**row, "variant": "baseline, eager", "graph_ms": row["eager_ms"]}
+        {**row, "variant": "baseline, eager", "graph_ms": row["eager_ms"], "replays": None}
         for row in rows
         if row["variant"] == "baseline" and row.get("eager_ms") is not None
     ]

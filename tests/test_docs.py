@@ -1,5 +1,6 @@
 """Each page of docs/ is true: its snippets run and print what stands below them, links lead on."""
 
+import json
 import re
 import runpy
 import subprocess
@@ -12,7 +13,7 @@ from tests.documents import ROOT, Snippet, anchor, leads_somewhere, prose, run, 
 from zoo._torch import OLDEST
 
 PAGES = (
-    *("budgets", "distributed", "errors", "exactness", "guide", "how-it-works"),
+    *("budgets", "cuda-graphs", "distributed", "errors", "exactness", "guide", "how-it-works"),
     *("language-models", "myths", "recipes"),
 )
 LINKING = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -80,14 +81,39 @@ def test_every_pitfall_has_a_test_that_is_there() -> None:
     rows = re.findall(r"^\| .* \|$", text("exactness").partition("## What is refused")[0], re.M)
     pitfalls = [row for row in rows if not row.startswith("| what |")]
     assert len(pitfalls) > 50
-    named = [re.search(r"\[([\w ]+)\]\(\.\./(tests/[\w/]+\.py)\) \|$", row) for row in pitfalls]
-    gone = [
+    assert without_a_test(pitfalls) == []
+
+
+def without_a_test(rows: list[str]) -> list[str]:
+    """Returns rows of a table that do not end with a link to a test."""
+    named = [re.search(r"\[([\w ]+)\]\(\.\./(tests/[\w/]+\.py)\) \|$", row) for row in rows]
+    return [
         row
-        for row, found in zip(pitfalls, named, strict=True)
+        for row, found in zip(rows, named, strict=True)
         if found is None
         or f"def test_{found[1].replace(' ', '_')}(" not in (ROOT / found[2]).read_text("utf-8")
     ]
-    assert gone == []
+
+
+def test_every_claim_about_graphed_steps_has_a_test_that_is_there() -> None:
+    rows = re.findall(r"^\| .* \|$", text("cuda-graphs").partition("## What a call does")[2], re.M)
+    claims = [row for row in rows if not row.endswith("| tested by |")]
+    assert len(claims) > 20
+    assert without_a_test(claims) == []
+
+
+def test_times_of_graphed_steps_are_rows_of_a_gpu() -> None:
+    lines = (ROOT / "docs" / "gpu.jsonl").read_text("utf-8").splitlines()
+    times: dict[str, list[float]] = {}
+    for row in map(json.loads, lines):
+        if row["part"] == "graphs" and row["variant"] in ("baseline", "True"):
+            pair = row.get("eager_ms"), row["graph_ms"]
+            times.setdefault(f"{row['case']} | {row['size']}", []).extend(pair)
+    table = text("cuda-graphs").partition("## For whom")[2].partition("*True*")[0]
+    rows = re.findall(r"^\| (.+? \| .+?) \| (.+) \|$", table, re.M)
+    shown = {name: numbers.split(" | ") for name, numbers in rows if name != "model | size"}
+    assert len(shown) == 4
+    assert shown == {name: [f"{time:.3g}" for time in times[name]] for name in shown}
 
 
 def test_the_oldest_torch_that_is_named_is_the_one_that_is_run() -> None:

@@ -102,7 +102,7 @@ def called(*words):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("sped",), "there is no part 'sped'; there are tests, families, budgets, speed, batches"),
+        (("sped",), "there is no part 'sped'; there are tests, families, budgets, speed, graphs, "),
         (("speed", "--device", "gpu"), "nothing is measured: there is no device 'gpu' that works "),
     ],
 )
@@ -185,3 +185,17 @@ def test_the_last_row_of_a_key_is_shown(docs, tmp_path):
     lines = [{"part": "speed", "case": "a", "error": "x"}, {"part": "speed", "case": "a", "ms": 1}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert docs["read"](path) == lines[1:]
+
+
+def test_a_step_that_ran_eagerly_has_no_time_of_a_graph(docs):
+    facts = {"machine": "GPU", "torch": "2", "commit": "c", "n": 1, "case": "net", "size": "8"}
+    eager = {"part": "speed", "ms": 1.0, "cpu_ms": 1.0, "allocated": 1, "replays": 0}
+    of_graphs = {"part": "graphs", "eager_ms": 1.0, "graph_ms": 1.0, "replays": 0}
+    rows = [
+        facts | eager | {"variant": "True, CUDA graph"},
+        facts | of_graphs | {"variant": "baseline"},
+    ]
+    _, speed, graphs = docs["page"](rows).split("\n## ")
+    assert "| no graph |" in re.sub(" +", " ", speed)
+    assert "| 1 ms |" in re.sub(" +", " ", graphs)
+    assert "| no graph |" in re.sub(" +", " ", graphs)

@@ -63,6 +63,10 @@ from zoo.catalog import (
     wide_resnet50_2 as wide_resnet50_2,
     wide_resnet101_2 as wide_resnet101_2,
 )
+from zoo.cuda_graphs.graphed_step import (
+    GraphedStep as GraphedStep,
+    make_graphed_step as make_graphed_step,
+)
 from zoo.engine.recompute import recompute as recompute
 from zoo.engine.replay_check import check_replays as check_replays
 from zoo.errors import (
@@ -71,6 +75,7 @@ from zoo.errors import (
     ConfigError as ConfigError,
     DeterminismError as DeterminismError,
     FileError as FileError,
+    GraphError as GraphError,
     InputError as InputError,
     Interrupted as Interrupted,
     ModelNameError as ModelNameError,

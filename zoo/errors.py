@@ -88,6 +88,10 @@ class OptimizerError(ZooError, RuntimeError):
     """An optimizer cannot step in the backward; raised before a wrong number is used."""
 
 
+class GraphError(ZooError, RuntimeError):
+    """Says why a training step cannot be a CUDA graph; raised before any of it has run."""
+
+
 class DeterminismError(ZooError, RuntimeError):
     """A model cannot train by torch's deterministic algorithms."""
 

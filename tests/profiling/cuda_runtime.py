@@ -87,7 +87,8 @@ for line in sys.stdin:
         os.environ.update(environment)
         os.dup2(os.open(output, os.O_WRONLY), 1)
         try:
-            exec(compile(program, "<program>", "exec"), {"json": json, "torch": torch})
+            names = {"__name__": "__main__", "json": json, "torch": torch}
+            exec(compile(program, "<program>", "exec"), names)
         except BaseException:
             traceback.print_exc()
             os._exit(1)

@@ -26,12 +26,13 @@ from torch import Tensor, nn
 from zoo._torch import DisableTorchDispatch, PyTree
 from zoo.api.checkpoint import checkpoint as put_in_force, plan_of, uncheckpoint
 from zoo.api.track import floating_in, optimizer_of, own_copy, train_step
+from zoo.cuda_graphs.graphed_step import WARM_UPS, GraphedStep, has_graphs
 from zoo.engine.devices import random_state_restored, read_streams, set_streams
 from zoo.engine.replay_check import OTHER_NUMBERS, checking
 from zoo.engine.saved_tensors import pack, unpack
 from zoo.engine.unseen_writes import without_fingerprints
-from zoo.errors import ArgumentError, RecomputeError
-from zoo.invocation import Inputs, Invocation, check_step
+from zoo.errors import ArgumentError, GraphError, RecomputeError
+from zoo.invocation import Inputs, Invocation, check_step, device_of
 from zoo.loss import Loss
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
@@ -57,6 +58,7 @@ def verify(
     loss: Loss | None = None,
     optimizer: OptimizerOption | None = None,
     optimizer_in_backward: bool = False,
+    cuda_graph: bool = False,
     deterministic: bool = False,
 ) -> Report:
     """Trains copies of a model with and without `checkpoint=` and compares every bit.
@@ -76,12 +78,15 @@ def verify(
         optimizer: that of `zoo.plan`; SGD with momentum by default.
         optimizer_in_backward: the copy with `checkpoint=` trains with
             `zoo.optimizer_in_backward`; the state of the optimizer is compared, too.
+        cuda_graph: the copy with `checkpoint=` trains by `zoo.make_graphed_step`. As many steps of
+            training as it runs eagerly come on top, so that `steps` of them are replays.
         deterministic: all train by torch's deterministic algorithms, for a model that does not
             repeat its own numbers; its settings are restored afterwards.
 
     Raises:
         ArgumentError: no module, or other arguments that cannot be verified.
         DeterminismError: torch has no deterministic algorithm for an operator of the model.
+        GraphError: the training step cannot be a CUDA graph.
         OptimizerError: this optimizer cannot step in the backward.
         RecomputeError: the engine itself refuses to train this model.
     """
@@ -93,6 +98,11 @@ def verify(
             f"this {type(model).__name__} is on the meta device, which has no bits to compare; "
             "move it with model.to_empty(device=...) and give it weights"
         )
+    if cuda_graph and not has_graphs(device_of(model)):
+        raise ArgumentError(
+            f"cuda_graph=True needs a device with CUDA graphs; this {type(model).__name__} is on "
+            f"{device_of(model)}. Move it to a GPU, or leave cuda_graph out"
+        )
     option = plan_or_option(checkpoint)
     option_for(option, None, None)  # refuses a wrong option before anything is trained
     make = MOMENTUM if optimizer is None else maker_of(optimizer, model)
@@ -103,15 +113,20 @@ def verify(
         torch.enable_grad(),
         without_fingerprints(),
     ):
-        batches = [_batch(inputs, step) for step in range(steps)]
+        count = steps + WARM_UPS if cuda_graph else steps
+        batches = [_batch(inputs, step) for step in range(count)]
         given = model, loss or weighted_sum, make, streams
         training = functools.partial(_Training, *given, in_backward=optimizer_in_backward)
         first, plans, compared = _train_pair(training(), training(), batches)
         does_repeat = first is None
         if does_repeat:
-            with checking() as check:
-                first, plans, compared = _train_pair(training(), training(option), batches)
-            if first is None and (differing := check.take()):
+            # a graph would not renew what the check keeps in Python
+            with contextlib.nullcontext() if cuda_graph else checking() as check:
+                other = training(option, cuda_graph=cuda_graph)
+                first, plans, compared = _train_pair(training(), other, batches)
+            if first is None and other.graphed is not None:
+                _check_replays(other.graphed, steps)
+            if first is None and check is not None and (differing := check.take()):
                 note = f"it {OTHER_NUMBERS.partition('.')[0]}"
                 first = Difference("replayed tensor", str(differing[0]), steps, note=note)
         if first is not None:
@@ -120,13 +135,14 @@ def verify(
             first = dataclasses.replace(first, module=place)
     return Report(
         exact=first is None if does_repeat else None,
-        steps=steps,
+        steps=len(batches),
         compared=compared,
         plan=plans[-1],
         first=first,
         model=type(model).__name__,
         checkpoint=repr(Plan(option).text() if isinstance(option, tuple | list) else option),
         optimizer_in_backward=optimizer_in_backward,
+        replays=steps if cuda_graph else 0,
         deterministic=deterministic,
     )
 
@@ -140,10 +156,21 @@ def weighted_sum(outputs: PyTree) -> Tensor:
     parts: list[Tensor] = []
     for numbers in floating_in(outputs):
         dtype = torch.promote_types(numbers.dtype, torch.float32)
-        weights = torch.arange(numbers.numel(), dtype=torch.float64).cos()
-        weights = weights.to(numbers.device, dtype) / max(numbers.numel(), 1) ** 0.5
+        # made where they are used: a CUDA graph copies nothing from the host
+        wide = torch.float64 if numbers.is_cpu else torch.float32
+        weights = torch.arange(numbers.numel(), dtype=wide, device=numbers.device).cos()
+        weights = weights.to(dtype) / max(numbers.numel(), 1) ** 0.5
         parts.append((numbers.to(dtype).reshape(-1) * weights).sum())
     return sum((part.to(parts[0]) for part in parts[1:]), parts[0])
+
+
+def _check_replays(graphed: GraphedStep, steps: int) -> None:
+    if graphed.replays < steps:
+        raise GraphError(
+            f"{graphed.replays} of {steps} training steps were replays of a CUDA graph, and others "
+            f"ran eagerly: {graphed.reason()}. Keep that as it is from step to step, or verify "
+            "without cuda_graph"
+        )
 
 
 def _batch(inputs: Inputs | Callable[[int], Inputs], step: int) -> Invocation:
@@ -168,7 +195,9 @@ class _Training:
         checkpoint: Checkpoint | None = None,
         *,
         in_backward: bool,
+        cuda_graph: bool = False,
     ) -> None:
+        self.graphed: GraphedStep | None = None
         try:
             # at once: a loss that is a method of the model, or has state, stays with its model
             self.model, self.loss = copy.deepcopy((model, loss))
@@ -202,22 +231,37 @@ class _Training:
                     hook: Any = parameter.register_post_accumulate_grad_hook  # type: ignore[attr-defined]
                     hook(self._record_gradient)
             step_in_backward(self.model, self.compared)
+        if cuda_graph:
+            optimizers = () if self.optimizer is None else (self.optimizer,)
+            step = functools.partial(_step, self.model, self.loss, self.optimizer)
+            self.graphed = GraphedStep(step, (self.model,), optimizers)
 
     def step(self, batch: Invocation) -> Record:
         """Trains one step and returns the tensors and values that it left, not copies."""
         set_streams(self.streams)
         inputs = own_copy(batch)
-        outputs, loss = train_step(self.model, inputs, self.loss, self.optimizer, self.call)
+        if self.graphed is None:
+            outputs, loss = train_step(self.model, inputs, self.loss, self.optimizer, self.call)
+        else:
+            outputs, loss = inputs.on(self.graphed)
         self.streams = read_streams()
         for parameter, gradient in self.gradients.items():
             parameter.grad = gradient
-        self.gradients.clear()
+        if self.graphed is None:
+            # replays write the same ones again
+            self.gradients.clear()
         given = (inputs.args, inputs.kwargs)
         return record(self.model, given, outputs, loss, self.streams, optimizer=self.compared)
 
     def _record_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None, "it has just been accumulated"
         self.gradients[parameter] = parameter.grad.detach().clone()
+
+
+def _step(
+    model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
+) -> tuple[PyTree, Tensor]:
+    return train_step(model, Invocation(args, kwargs), loss, optimizer, Invocation.on)
 
 
 def _train_pair(

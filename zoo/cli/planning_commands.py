@@ -241,6 +241,7 @@ def _at_peak(timeline: Timeline, holders: int) -> dict[str, Any]:
         **MODEL,
         "--checkpoint PLAN=true": PLANS,
         **IN_BACKWARD,
+        "--cuda-graph": "train with checkpointing by CUDA graphs (zoo.make_graphed_step)",
         "--steps COUNT=3": "training steps to compare",
         "--deterministic": "train by torch's deterministic algorithms, for a model that does not "
         "repeat its own numbers",
@@ -268,6 +269,7 @@ def run_verify(options: argparse.Namespace) -> Answer:
             options.checkpoint,
             steps=options.steps,
             optimizer_in_backward=options.optimizer_in_backward,
+            cuda_graph=options.cuda_graph,
             deterministic=options.deterministic,
         )
     data = {**asdict(report), "plan": report.plan and report.plan.text()}

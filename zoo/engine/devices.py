@@ -26,7 +26,7 @@ from torch import Generator, Tensor
 from torch.autograd.profiler import profile
 
 from zoo._torch import Args, DisableTorchDispatch, Kwargs, has_expandable_segments, is_profiling
-from zoo.errors import ArgumentError, nearest
+from zoo.errors import ArgumentError, RecomputeError, nearest
 
 # bytes of a state of the CPU's generator, and of its fields before and behind the words
 SIZE, HEAD, TAIL = 5056, 24, 40
@@ -285,9 +285,10 @@ class PackedState:
     States of other devices are not packed.
     """
 
-    __slots__ = ("ends", "words")
+    __slots__ = ("capture", "ends", "words")
 
     def __init__(self, state: Tensor, device: torch.device) -> None:
+        self.capture = current_capture(device)
         self.words: Tensor = state
         self.ends: tuple[bytes, bytes] | None = None
         if device.type == "cpu" and state.numel() == SIZE and _is_packable():
@@ -320,19 +321,69 @@ def _is_packable() -> bool:
         return not state[HEAD : SIZE - TAIL].view(torch.int32)[1::2].any().item()
 
 
+# stands for a graph that torch does not tell
+_UNKNOWN_GRAPH = object()
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Returns whether the current stream of a device is captured into a graph."""
+    return bool(getattr(_module(device), "is_current_stream_capturing", bool)())
+
+
+def current_capture(device: torch.device) -> Any:
+    """Returns the graph that the current stream of a device is captured into; None without."""
+    if not is_capturing(device):
+        return None
+    tells = getattr(_module(device).CUDAGraph, "get_currently_capturing_graph", None)
+    return _UNKNOWN_GRAPH if tells is None else tells()
+
+
+class _WholeStep:
+    """Whether a capture is one of forward and backward, so that both lie in the same graph."""
+
+    is_captured = False
+
+
+@contextlib.contextmanager
+def whole_step_captured() -> Iterator[None]:
+    """Says that what is captured inside of the block is a whole training step.
+
+    Elsewhere the backward may be captured into a graph of its own, as by
+    `torch.cuda.make_graphed_callables`. In a graph offsets count from where its replay begins, and
+    those of one graph say nothing in another.
+    """
+    around, _WholeStep.is_captured = _WholeStep.is_captured, True
+    try:
+        yield
+    finally:
+        _WholeStep.is_captured = around
+
+
 # random streams, and the states that a segment keeps of them
 PackedDraws = list[tuple[RandomStream, PackedState]]
 
 
 def draws_of(args: Args, kwargs: Kwargs) -> Draws | None:
-    """Returns the state of each stream that a kernel may draw from; None if one is unknown."""
+    """Returns the state of each stream that a kernel may draw from; None if one is unknown.
+
+    So is that of a stream in a graph which the backward may not be in.
+    """
     values = (*args, *kwargs.values())
     generators: list[RandomStream] = [value for value in values if isinstance(value, Generator)]
     if not generators and args and isinstance(args[0], Tensor) and args[0].is_cpu:
         generators = [torch.default_generator]
     devices = () if generators else _devices(args, kwargs)
     streams = [*generators, *map(default_stream, devices)]
-    states = [(stream, stream.get_state()) for stream in streams if stream is not None]
+    is_captured = any(is_capturing(stream.device) for stream in streams if stream is not None)
+    if is_captured and not _WholeStep.is_captured:
+        return None
+    try:
+        states = [(stream, stream.get_state()) for stream in streams if stream is not None]
+    except RuntimeError:
+        # this torch cannot read a state in a capture
+        if is_captured:
+            return None
+        raise
     return states if len(states) == len(streams) else None
 
 
@@ -392,8 +443,19 @@ def _swaps_state(stream: RandomStream) -> TypeGuard[Generator]:
 
 
 def draw_as(draws: PackedDraws, restore: dict[int, SetAsideState]) -> None:
-    """Sets streams to recorded states; `restore` gets their own states, by the ids of streams."""
+    """Sets streams to recorded states; `restore` gets their own states, by the ids of streams.
+
+    Raises:
+        RecomputeError: forward and backward are not captured into the same graph.
+    """
     for stream, packed in draws:
+        if packed.capture is not current_capture(stream.device):
+            raise RecomputeError(
+                f"a kernel has drawn random numbers on {stream.device} and its replay is captured "
+                "into a CUDA graph that the forward is not in, or the other way round, so that it "
+                "would draw others. Capture forward and backward together, as "
+                "zoo.make_graphed_step does"
+            )
         if id(stream) not in restore:
             restore[id(stream)] = SetAsideState(stream)
         restore[id(stream)].write(packed.state())

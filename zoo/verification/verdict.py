@@ -58,12 +58,13 @@ class Report:
     Attributes:
         exact: whether checkpointed training was that of the baseline in every bit; None where the
             baseline does not repeat its own numbers, and `first` is about that.
-        steps: how many steps of training were asked for.
+        steps: how many steps of training were compared, unless two differed before.
         compared: how many tensors and values of each kind were compared after each of them.
         plan: the plan in force at last; None where nothing was checkpointed.
         first: the first difference; None when exact.
         model, checkpoint: what was verified, in words.
         optimizer_in_backward: whether the optimizer stepped in the backward.
+        replays: how many of the steps were replays of a CUDA graph.
         deterministic: whether all trained by torch's deterministic algorithms.
     """
 
@@ -75,6 +76,7 @@ class Report:
     model: str
     checkpoint: str
     optimizer_in_backward: bool = False
+    replays: int = 0
     deterministic: bool = False
 
     def check(self) -> None:
@@ -92,12 +94,14 @@ class Report:
         subject = f"{self.model} with checkpoint={self.checkpoint}"
         if self.optimizer_in_backward:
             subject += " and the optimizer in the backward"
+        if self.replays:
+            subject += " as a CUDA graph"
         if self.first is not None:
             return f"not exact: {subject} differs from its baseline, first in {self.first}"
         compared = ", ".join(counted(count, kind) for kind, count in self.compared.items())
         same = (
-            f"is bit for bit its baseline after each of {counted(self.steps, 'training step')}: "
-            f"{compared}."
+            f"is bit for bit its baseline after each of {counted(self.steps, 'training step')}"
+            f"{f', the last {self.replays} of them replays' * (self.replays > 0)}: {compared}."
         )
         if recomputed := self._recomputed():
             return f"exact: {subject}, {recomputed}, {same}"

@@ -1,0 +1,1 @@
+"""Whole training steps as CUDA graphs: captured once, replayed without Python."""

@@ -1,0 +1,141 @@
+"""The batch of a captured step: its kind, and the memory that a graph reads it from.
+
+A graph reads its inputs at fixed addresses. So each batch is copied into tensors that are made at
+the capture, and two batches can share a graph if they differ in the numbers of tensors alone.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zoo._torch import PyTree, is_traceable_wrapper_subclass
+from zoo.errors import GraphError, shortened
+from zoo.invocation import Invocation
+from zoo.profiling.tensor_spec import flattened, tensors_held_by
+
+# types whose values a kind compares
+VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
+
+
+class BatchKind(NamedTuple):
+    """What the batches of one graph have in common: structure, values, and metadata of tensors."""
+
+    structure: str
+    leaves: tuple[object, ...]
+
+    @classmethod
+    def of(cls, batch: Invocation) -> "BatchKind":
+        """Describes the arguments of a step."""
+        leaves, tree = flattened((batch.args, batch.kwargs))
+        return cls(str(tree), tuple(map(_leaf_kind, leaves)))
+
+
+def _leaf_kind(leaf: object) -> object:
+    if not isinstance(leaf, Tensor):
+        # 1 == 1.0 == True; an object is another kind than any other
+        return type(leaf), leaf if isinstance(leaf, VALUES) else id(leaf)
+    strides = leaf.stride() if leaf.layout is torch.strided else None
+    return leaf.shape, strides, leaf.dtype, leaf.device, leaf.layout, leaf.requires_grad
+
+
+def check_batch(batch: Invocation, device: torch.device) -> None:
+    """Refuses a batch that cannot be copied into the memory of a graph.
+
+    Raises:
+        GraphError: it has a tensor elsewhere than on the device, one that is not strided or
+            requires a gradient, or an object that is neither a tensor nor a plain value.
+    """
+    leaves, _ = flattened((batch.args, batch.kwargs))
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            _check_tensor(leaf, device)
+        elif tensors_held_by(leaf):
+            raise GraphError(
+                f"a graphed step takes tensors in tuples, lists and dicts, whose numbers it copies "
+                f"for each replay; got {type(leaf).__name__}, an object that holds tensors. Pass "
+                "its tensors"
+            )
+        elif not isinstance(leaf, VALUES):
+            raise GraphError(
+                f"a graphed step takes tensors and plain values; got {shortened(leaf)}, whose "
+                "changes a replay would not see. Let the step find it elsewhere"
+            )
+
+
+def _check_tensor(tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise GraphError(
+            f"a graphed step takes its batch on {device}; got a tensor {tuple(tensor.shape)} on "
+            f"{tensor.device}, whose numbers a replay would not see. Move it before the step, "
+            f"with batch.to({str(device)!r}, non_blocking=True)"
+        )
+    is_wrapper = is_traceable_wrapper_subclass(tensor)
+    if tensor.layout is not torch.strided or is_wrapper or tensor.is_conj() or tensor.is_neg():
+        kind = type(tensor).__name__ if is_wrapper else str(tensor.layout)
+        raise GraphError(
+            f"a graphed step takes dense tensors; got one {tuple(tensor.shape)} ({kind}). Pass the "
+            "tensors that it is made of, and make it in the step"
+        )
+    if tensor.requires_grad:
+        raise GraphError(
+            f"a graphed step hands back no gradients of its batch; got a tensor "
+            f"{tuple(tensor.shape)} that requires one. Pass it detached, and call requires_grad_() "
+            "on a clone in the step"
+        )
+
+
+class StaticBatch:
+    """Tensors at fixed addresses with the numbers of the latest batch; the values as they are."""
+
+    def __init__(self, batch: Invocation) -> None:
+        self.batch = batch.map(_static_copy)
+        self.versions = [tensor._version for tensor in self.batch.tensors]
+
+    def take(self, batch: Invocation) -> None:
+        """Copies the numbers of another batch of the kind."""
+        for static, tensor in zip(self.batch.tensors, batch.tensors, strict=True):
+            _copy_numbers(static, tensor)
+
+    def written(self) -> Tensor | None:
+        """Returns a tensor that was written in place since this was made; None if none was."""
+        pairs = zip(self.batch.tensors, self.versions, strict=True)
+        return next((tensor for tensor, version in pairs if tensor._version != version), None)
+
+
+def _static_copy(tensor: Tensor) -> Tensor:
+    """Returns a tensor with the numbers and the strides of another, in memory of its own."""
+    static = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    _copy_numbers(static, tensor)
+    return static
+
+
+@torch.no_grad()
+def _copy_numbers(static: Tensor, tensor: Tensor) -> None:
+    # of an expanded dimension once
+    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+    static[once].copy_(tensor[once], non_blocking=True)
+
+
+def own_outputs(outputs: PyTree) -> PyTree:
+    """Returns what a step returned in tensors of its own, without a graph of autograd.
+
+    Raises:
+        GraphError: it has something that a replay would not renew.
+    """
+    leaves, _ = flattened(outputs)
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, *VALUES)):
+            raise GraphError(
+                f"a graphed step returns tensors and plain values in tuples, lists and dicts; got "
+                f"{shortened(leaf)}, which a replay would not renew. Return its tensors"
+            )
+    copied = Invocation((outputs,)).map(lambda tensor: tensor.detach().clone())
+    return copied.args[0]
+
+
+def detached(outputs: PyTree) -> PyTree:
+    """Returns what a step returned, without a graph of autograd, in the same memory."""
+    return Invocation((outputs,)).map(lambda tensor: tensor.detach()).args[0]

@@ -1,0 +1,206 @@
+"""Captures a training step into a CUDA graph, and replays it.
+
+A capture runs the Python of a step and none of its kernels; a replay runs the kernels and no
+Python. What Python leaves behind besides numbers is done for it: gradients that the step makes or
+drops are put where the captured step put them.
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from zoo._torch import PyTree
+from zoo.cuda_graphs.batch import StaticBatch, detached, own_outputs
+from zoo.cuda_graphs.python_state import PythonState
+from zoo.cuda_graphs.step_observer import Observation
+from zoo.engine.devices import whole_step_captured
+from zoo.errors import GraphError, ZooError
+from zoo.invocation import Invocation
+
+# other threads, such as those of a data loader, may go on meanwhile
+ERROR_MODE = "thread_local"
+# the handle of a pool of memory, by the module of a device
+Pool = tuple[int, int]
+
+
+class DeviceGraphs:
+    """The graphs of a device, by its own module, and the stream on which steps are captured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.module: Any = torch.get_device_module(device)
+        # one for all steps of the device: libraries keep a workspace for each stream
+        self.stream = self.module.Stream(device)
+
+    def pool(self) -> Pool:
+        """Returns a pool of memory that several graphs may share."""
+        pool: Pool = self.module.graph_pool_handle()
+        return pool
+
+    def run_eagerly(self, step: Callable[[], PyTree]) -> PyTree:
+        """Runs a step on the stream of the captures, after all before it and before all after."""
+        current = self.module.current_stream()
+        self.stream.wait_stream(current)
+        try:
+            with self.module.stream(self.stream):
+                return step()
+        finally:
+            current.wait_stream(self.stream)
+
+    def capture(
+        self,
+        observe: Callable[[], Observation],
+        pool: Pool,
+        generators: Iterable[torch.Generator],
+    ) -> tuple[Any, Observation, PyTree]:
+        """Captures a step; returns the graph, what the step did, and what it returned.
+
+        Raises:
+            GraphError: the device does not capture what the step does.
+        """
+        graph = self.module.CUDAGraph()
+        for generator in generators:
+            if generator.device.type == self.stream.device.type:
+                graph.register_generator_state(generator)
+        failure: BaseException | None = None
+        try:
+            # torch leaves the stream of a capture that fails in force
+            with (
+                self.module.stream(self.stream),
+                whole_step_captured(),
+                _capture_hidden(self.module),
+                self._capturing(graph, pool),
+            ):
+                try:
+                    captured = observe()
+                    outputs = detached(captured.take_outputs())
+                except BaseException as error:
+                    failure = error
+                    raise
+        except BaseException as error:
+            raise _explained(failure or error, error) from failure
+        finally:
+            # its traceback has this frame, which would keep all of the step alive
+            failure = None
+        return graph, captured, outputs
+
+    def _capturing(self, graph: Any, pool: Pool) -> Any:
+        options = {"pool": pool, "stream": self.stream, "capture_error_mode": ERROR_MODE}
+        return self.module.graph(graph, **options)
+
+
+@contextlib.contextmanager
+def _capture_hidden(module: Any) -> Iterator[None]:
+    """Tells the program inside of the block that nothing is captured, but torch and zoo the truth.
+
+    Libraries ask in order to avoid what a capture does not allow. That is refused already, and a
+    graph is to be what the step did eagerly: transformers would not use flash attention, say.
+    """
+    truth = module.is_current_stream_capturing
+
+    def answer() -> bool:
+        asks = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        return bool(asks in ("torch", "zoo") and truth())
+
+    module.is_current_stream_capturing = answer
+    try:
+        yield
+    finally:
+        module.is_current_stream_capturing = truth
+
+
+@functools.cache
+def graphs_on(device: torch.device) -> DeviceGraphs | None:
+    """Returns the graphs of a device; None if it has none, as the CPU."""
+    if device.type in ("cpu", "meta"):
+        return None
+    has_graphs = hasattr(torch.get_device_module(device), "CUDAGraph")
+    return DeviceGraphs(device) if has_graphs else None
+
+
+def _explained(failure: BaseException, ended: BaseException) -> BaseException:
+    """Returns what to raise after a step failed in its capture, which ended with another error."""
+    is_refused = "captur" in str(failure) or (failure is not ended and "captur" in str(ended))
+    if not is_refused or isinstance(failure, ZooError) or not isinstance(failure, RuntimeError):
+        return failure
+    return GraphError(
+        f"the step cannot be captured: {str(failure).splitlines()[0]}; take what waits for the "
+        "device, such as print of a tensor or torch.cuda.synchronize(), out of the step"
+    )
+
+
+class CapturedStep:
+    """A graph of a training step, with the memory of its batch and of what it returns.
+
+    Attributes:
+        state: what the Python of the step may have read when it was captured.
+    """
+
+    def __init__(
+        self,
+        graphs: DeviceGraphs,
+        step: Callable[..., PyTree],
+        batch: Invocation,
+        *,
+        state: PythonState,
+        eager: Observation,
+        unread: set[str],
+        pool: Pool,
+    ) -> None:
+        """Captures the step; no kernel of it runs.
+
+        Args:
+            state: what Python may read now.
+            eager: what the step did when it began as now.
+            unread: names of tensors in the state that the step replaces without reading them.
+
+        Raises:
+            GraphError: the step cannot be captured; gradients are as before.
+        """
+        self.static, self.state = StaticBatch(batch), state
+        before = [(location, location.read()) for location in state.tensors]
+        try:
+            for location in state.tensors:
+                if location.is_gradient and location.name in unread:
+                    # the step drops it, and its memory is not the pool's
+                    location.write(None)
+            run = functools.partial(self.static.batch.on, step)
+            observe = functools.partial(Observation, run, state, self.static.batch.tensors)
+            self.graph, captured, self.outputs = graphs.capture(observe, pool, state.generators)
+            self._check(eager, captured)
+        except BaseException:
+            for location, tensor in before:
+                if location.read() is not tensor:
+                    location.write(tensor)
+            raise
+        pairs = ((location, location.read(), tensor) for location, tensor in before)
+        self.left = [(location, now) for location, now, then in pairs if now is not then]
+        state.forget(unread)
+
+    def _check(self, eager: Observation, captured: Observation) -> None:
+        """Refuses a capture that is not what the step did eagerly, or did more than replays do."""
+        # alive as long as the graph, which reads them
+        self.outside = captured.outside
+        if (tensor := self.static.written()) is not None:
+            raise GraphError(
+                f"the step writes a tensor {tuple(tensor.shape)} of its batch in place, which a "
+                "replay does to a copy; write into a clone"
+            )
+        if captured.obstacle is not None:
+            raise GraphError(f"the step cannot be a CUDA graph: {captured.obstacle}")
+        if (difference := eager.difference(captured)) is not None:
+            raise GraphError(
+                f"the step does in its capture what it did not do eagerly: {difference}. It may "
+                "ask whether it is captured; have it do the same in eager steps"
+            )
+
+    def replay(self, batch: Invocation) -> PyTree:
+        """Runs the step on a batch; returns what it returns."""
+        self.static.take(batch)
+        self.graph.replay()
+        for location, tensor in self.left:
+            location.write(tensor)
+        return own_outputs(self.outputs)

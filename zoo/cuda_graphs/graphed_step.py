@@ -1,0 +1,368 @@
+"""`zoo.make_graphed_step`: a whole training step as a CUDA graph, exact and never stale.
+
+`torch.cuda.make_graphed_callables` captures a forward and a backward, each as a graph of its own,
+and leaves it to the program to notice when they no longer hold. Here forward, backward, optimizer
+and what else the step does are one graph, so that not a kernel waits for Python, and each call
+looks first at all that Python would have read:
+
+    call      kind of batch      Python around it         the step
+    1, 2, 3   new                                         runs eagerly, and is observed
+    4         the same           as in the last calls     is captured, then replayed
+    5         the same           the same                 is replayed: no Python, a copied batch
+    6         the same           another learning rate    runs eagerly, later captured anew
+    n         the epoch's last   the same                 runs eagerly, as it is rare
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from zoo._torch import PyTree, is_traceable_wrapper_subclass
+from zoo.cuda_graphs.batch import BatchKind, check_batch, detached, own_outputs
+from zoo.cuda_graphs.capture import CapturedStep, DeviceGraphs, Pool, graphs_on
+from zoo.cuda_graphs.python_state import PythonState
+from zoo.cuda_graphs.step_observer import Observation
+from zoo.errors import ArgumentError, GraphError, shortened
+from zoo.invocation import Invocation, device_of
+
+# eager calls of a kind before a capture; the second is the first that begins with the optimizer's
+# state, the third shows that nothing changes from one to the next
+WARM_UPS = 3
+# as torch asks for its DistributedDataParallel, which sets up its buckets meanwhile
+WARM_UPS_OF_DDP = 11
+# a kind that is less than one in so many calls runs eagerly
+RARE = 16
+# graphs and kinds that are kept, the least recently used is dropped first
+MOST_GRAPHS, MOST_KINDS = 8, 64
+# ways in which calls of a kind may begin that are remembered, as those of micro-batches
+MOST_TRIALS = 4
+# calls after the warm-ups until a kind that changes from call to call counts as unstable, and the
+# most calls between two looks at one
+PATIENCE, LONGEST_WAIT = 6, 64
+_log = logging.getLogger("zoo")
+
+
+@dataclass
+class Trial:
+    """An eager call: what Python might read at its begin, and what the step did.
+
+    Attributes:
+        is_repeated: whether a later call that began alike did the same.
+    """
+
+    state: PythonState
+    observation: Observation
+    is_repeated: bool = False
+
+
+@dataclass
+class Kind:
+    """The calls with batches of a kind, and their graphs."""
+
+    calls: int = 0
+    trials: deque[Trial] = field(default_factory=lambda: deque(maxlen=MOST_TRIALS))
+    graphs: list[CapturedStep] = field(default_factory=list)
+    # how many of the latest calls met an obstacle: one that plans, say, counts for nothing
+    obstacles: int = 0
+    # why the latest call could not be captured, and how often in a row calls could not
+    changing: str = ""
+    misses: int = 0
+    # calls that are not observed before the next that is
+    wait: int = 0
+
+
+class GraphedStep:
+    """A training step that is replayed as a CUDA graph where that is what it would have done.
+
+    Attributes:
+        eager, captures, replays: how many calls ran eagerly, how many graphs were captured, and how
+            many calls were replays.
+    """
+
+    def __init__(
+        self, step: Callable[..., Any], models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> None:
+        self.step, self.models, self.optimizers = step, models, optimizers
+        self.eager = self.captures = self.replays = 0
+        self._name = getattr(step, "__name__", type(step).__name__)
+        # the most recently used last
+        self._kinds: dict[BatchKind, Kind] = {}
+        self._graphs: list[CapturedStep] = []
+        self._pool: Pool | None = None
+        self._is_warned = False
+        self._check_program()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains one step; returns what the step returns, in tensors of its own.
+
+        Raises:
+            GraphError: a graph cannot do what the step does; nothing of this call has run.
+        """
+        batch, device = Invocation(args, kwargs), device_of(self.models[0])
+        graphs = graphs_on(device)
+        if graphs is None:
+            self.eager += 1
+            return detached(batch.on(self.step))
+        check_batch(batch, device)
+        self._check_autocast(device)
+        kind = self._kind_of(batch)
+        kind.calls += 1
+        for captured in reversed(kind.graphs):
+            if captured.state.change() is None:
+                return self._replay(captured, batch)
+        if (trial := self._trial_to_capture(kind)) is not None:
+            return self._replay(self._capture(graphs, kind, trial, batch, device), batch)
+        return own_outputs(self._run_eagerly(graphs, kind, batch, device))
+
+    def reason(self) -> str:
+        """Returns why calls ran eagerly that were not the first ones; '' if none did."""
+        if len(self._kinds) > 1:
+            return f"the batches differ in shapes or values, of which there are {len(self._kinds)}"
+        return "".join(kind.changing for kind in self._kinds.values())
+
+    def reset(self) -> None:
+        """Drops all graphs and their memory; the next calls run eagerly, as the first ones did."""
+        self._kinds.clear()
+        self._graphs.clear()
+        self._pool = None
+
+    def _kind_of(self, batch: Invocation) -> Kind:
+        described = BatchKind.of(batch)
+        kind = self._kinds.pop(described) if described in self._kinds else Kind()
+        self._kinds[described] = kind
+        for oldest in [*self._kinds][:-MOST_KINDS]:
+            self._drop(self._kinds.pop(oldest).graphs)
+        return kind
+
+    def _drop(self, graphs: Iterable[CapturedStep]) -> None:
+        for graph in [*graphs]:
+            self._graphs.remove(graph)
+            for kind in self._kinds.values():
+                if graph in kind.graphs:
+                    kind.graphs.remove(graph)
+
+    def _replay(self, captured: CapturedStep, batch: Invocation) -> PyTree:
+        self._graphs.remove(captured)
+        self._graphs.append(captured)
+        self.replays += 1
+        return captured.replay(batch)
+
+    def _trial_to_capture(self, kind: Kind) -> Trial | None:
+        """Returns the eager call that began as this one does, if a graph of it would be right."""
+        if kind.calls <= self._warm_ups() or not kind.trials:
+            return None
+        if kind.obstacles > 1:
+            obstacle = kind.trials[-1].observation.obstacle
+            # so that a program that goes on after a change is looked at anew
+            kind.calls = kind.obstacles = 0
+            kind.trials.clear()
+            raise GraphError(f"{self._name} cannot be a CUDA graph: {obstacle}")
+        if kind.calls * RARE < sum(each.calls for each in self._kinds.values()):
+            return None
+        trials = (trial for trial in reversed(kind.trials) if trial.is_repeated)
+        return next((trial for trial in trials if trial.state.change() is None), None)
+
+    def _warm_ups(self) -> int:
+        modules = (module for model in self.models for module in model.modules())
+        is_parallel = any(isinstance(module, DistributedDataParallel) for module in modules)
+        return WARM_UPS_OF_DDP if is_parallel else WARM_UPS
+
+    def _capture(
+        self,
+        graphs: DeviceGraphs,
+        kind: Kind,
+        trial: Trial,
+        batch: Invocation,
+        device: torch.device,
+    ) -> CapturedStep:
+        self._check_program()
+        self._pool = graphs.pool() if self._pool is None else self._pool
+        captured = CapturedStep(
+            graphs,
+            self.step,
+            batch,
+            state=self._state(device),
+            eager=trial.observation,
+            unread=trial.state.unread,
+            pool=self._pool,
+        )
+        self._drop(self._graphs[: 1 - MOST_GRAPHS] if len(self._graphs) >= MOST_GRAPHS else ())
+        self._graphs.append(captured)
+        kind.graphs.append(captured)
+        kind.misses, self.captures = 0, self.captures + 1
+        kind.trials.clear()
+        shapes = [tuple(tensor.shape) for tensor in batch.tensors]
+        _log.info("%s: captured a CUDA graph for %s", self._name, shortened(shapes))
+        return captured
+
+    def _state(self, device: torch.device) -> PythonState:
+        optimizers = {f"optimizer {n}": each for n, each in enumerate(self.optimizers)}
+        if len(self.optimizers) == 1:
+            optimizers = {"optimizer": self.optimizers[0]}
+        models = {f"model {number}": model for number, model in enumerate(self.models)}
+        if len(self.models) == 1:
+            models = {"model": self.models[0]}
+        # the last is walked first
+        return PythonState({self._name: self.step, **optimizers, **models}, device)
+
+    def _run_eagerly(
+        self, graphs: DeviceGraphs, kind: Kind, batch: Invocation, device: torch.device
+    ) -> PyTree:
+        self.eager += 1
+        if kind.wait:
+            kind.wait -= 1
+            return graphs.run_eagerly(lambda: batch.on(self.step))
+        alike = (earlier for earlier in reversed(kind.trials) if earlier.state.change() is None)
+        trial = next(alike, None)
+        changed = kind.trials[-1].state.change() if kind.trials and trial is None else None
+        state = self._state(device) if trial is None else trial.state
+        observation = Observation(
+            lambda: graphs.run_eagerly(lambda: batch.on(self.step)), state, batch.tensors
+        )
+        if trial is None:
+            state.forget({location.name for location in observation.replaced})
+            trial = Trial(state, observation)
+            kind.changing = f"{changed} changes from call to call" if changed is not None else ""
+        else:
+            kind.trials.remove(trial)
+            kind.changing = trial.observation.difference(observation) or ""
+            trial.observation, trial.is_repeated = observation, not kind.changing
+        kind.obstacles = 0 if observation.obstacle is None else kind.obstacles + 1
+        # the latest last
+        kind.trials.append(trial)
+        self._note_miss(kind)
+        return observation.take_outputs()
+
+    def _note_miss(self, kind: Kind) -> None:
+        """Looks less often at a kind that changes from call to call, and says so once."""
+        if kind.calls < self._warm_ups() + PATIENCE or kind.trials[-1].is_repeated:
+            return
+        kind.misses += 1
+        if kind.misses % 2 == 0:
+            # two calls in a row are compared
+            kind.wait = min(2 ** (kind.misses // 2), LONGEST_WAIT)
+        if not self._is_warned and kind.changing:
+            self._is_warned = True
+            _log.warning(
+                "%s runs eagerly, not as a CUDA graph: %s. Keep what changes in tensors on the "
+                "device that are written in place, such as lr=torch.tensor(0.1, device=...) of an "
+                "optimizer with capturable=True or fused=True, or pass it with the batch",
+                self._name,
+                kind.changing,
+            )
+
+    def _check_program(self) -> None:
+        """Refuses what no graph can do, by its name, where the device has graphs."""
+        devices = {p.device for model in self.models for p in model.parameters()}
+        if all(graphs_on(device) is None for device in devices):
+            return
+        if len(devices) > 1:
+            names = ", ".join(sorted(map(str, devices)))
+            raise GraphError(
+                f"the model is on {names}, and a graph is one of kernels on one device; move all "
+                "of it there"
+            )
+        for optimizer in self.optimizers:
+            if not all(group.get("capturable", True) for group in optimizer.param_groups):
+                name = type(optimizer).__name__
+                raise GraphError(
+                    f"{name} counts its steps on the host, which replays would not do; make it "
+                    f"with {name}(..., capturable=True)"
+                )
+        for model in self.models:
+            if any(map(is_traceable_wrapper_subclass, model.parameters())):
+                raise GraphError(
+                    f"parameters of {type(model).__name__} are spread over processes, which gather "
+                    "them into memory that changes from step to step; use DistributedDataParallel"
+                )
+            for module in model.modules():
+                if isinstance(module, DistributedDataParallel) and module.find_unused_parameters:
+                    raise GraphError(
+                        "DistributedDataParallel(find_unused_parameters=True) looks for them on "
+                        "the host in each step, which replays would not do; leave it out"
+                    )
+
+    def _check_autocast(self, device: torch.device) -> None:
+        if torch.is_autocast_enabled(device.type):
+            raise GraphError(
+                f"{self._name} is called under autocast, whose casts of weights would outlive the "
+                "step; enter torch.autocast inside of the step"
+            )
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Returns whether steps on a device are captured, not run as they are."""
+    return graphs_on(device) is not None
+
+
+def make_graphed_step(
+    step: Callable[..., Any],
+    *,
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer],
+) -> GraphedStep:
+    """Makes a CUDA graph of a whole training step, as `torch.cuda.make_graphed_callables` of parts.
+
+        optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+
+        def step(images, labels):
+            loss = cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        train = zoo.make_graphed_step(step, model=model, optimizer=optimizer)
+        for images, labels in batches:
+            losses.append(train(images.cuda(), labels.cuda()))
+
+    Each call is one training step, bit for bit the one that `step` would have been. The first three
+    calls with batches of a kind (shapes, types, plain values) run eagerly, on a stream of their
+    own; the next one is captured. From then on a batch is copied to where the graph reads it, and
+    the graph is replayed: kernels follow one another without Python. A kind that is rare, such as
+    the last batch of an epoch, runs eagerly. Eight graphs are kept, in one pool of memory.
+
+    Before each replay all is compared that the Python of the step may have read: learning rates and
+    other values of the optimizer, `train()` and `eval()`, requires_grad, parameters and gradients
+    by their addresses, hooks, plans, variables that the step uses. Where something differs, the
+    call runs eagerly, and calls that stay so are captured anew. A learning rate that changes in
+    each step is to be a tensor on the device, which schedulers fill: AdamW takes one with
+    `capturable=True`, SGD with `fused=True`. Random numbers of the device advance as in eager
+    steps, and checkpoints are saved and loaded as ever.
+
+    The batch is on the device; what is returned is detached, and no later call changes it. On a
+    device without graphs the step runs as it is.
+
+    Args:
+        step: takes a batch and does all of a training step; what it calls stays as it is.
+        model: the model that it trains, or several.
+        optimizer: the optimizer that it steps, or several.
+
+    Raises:
+        ArgumentError: no function, module or optimizer.
+        GraphError: now, or at a call before anything of it has run: the step reads numbers out of
+            tensors (`.item()`, a GradScaler, control flow), draws random numbers on the host or
+            changes values of Python, which no replay would do; an optimizer without
+            `capturable=True`; a batch on another device, with objects, or that requires gradients.
+    """
+    models = tuple(model) if isinstance(model, list | tuple) else (model,)
+    optimizers = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    if not callable(step):
+        raise ArgumentError(f"make_graphed_step needs a function of a batch; got {shortened(step)}")
+    for value, kind in ((models, nn.Module), (optimizers, Optimizer)):
+        for each in value:
+            if not isinstance(each, kind):
+                raise ArgumentError(
+                    f"make_graphed_step needs a torch {kind.__name__}, or several; got "
+                    f"{shortened(each)}"
+                )
+    if not models:
+        raise ArgumentError("make_graphed_step needs the model that the step trains; got none")
+    return GraphedStep(step, models, optimizers)
