@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
@@ -125,11 +126,18 @@ class Interrupt:
             sys.settrace(None)
 
 
-def times_of_lines(function: Callable[[], object]) -> list[int]:
-    """Returns when each line runs for the last time."""
+# lines at which a test has interrupted a step, by what makes its model
+interrupted: defaultdict[Callable[[], nn.Module], set[tuple[CodeType, int]]] = defaultdict(set)
+
+
+def times_of_lines(make: Callable[[], nn.Module], function: Callable[[], object]) -> list[int]:
+    """Returns when each line runs for the last time, without those of an earlier test."""
     every = Interrupt(-1)
     every.during(function)
-    return sorted({place: time for time, place in enumerate(every.places)}.values())
+    times = {line: time for time, line in enumerate(every.places)}
+    new = times.keys() - interrupted[make]
+    interrupted[make] |= new
+    return sorted(times[line] for line in new)
 
 
 @pytest.mark.parametrize(("make", "train"), [(planned, train), (nested, train), (planned, batched)])
@@ -148,7 +156,7 @@ def test_an_interrupt_at_any_line_is_undone(
         return train(model)
 
     expected = frozen(step())
-    for number, at in enumerate(times_of_lines(step)):
+    for number, at in enumerate(times_of_lines(make, step)):
         interrupt = Interrupt(at)
         interrupt.during(step)
         assert state_of_thread() == before, interrupt.places[-1]
