@@ -18,7 +18,7 @@ import zoo
 from tests.tracing.runs import Deciding, traced
 from zoo.errors import ArgumentError
 from zoo.invocation import Invocation
-from zoo.planner.step_log import Allocated, Gradient, KernelRun
+from zoo.planner.step_events import Allocated, Gradient, KernelRun
 from zoo.profiling.isolation import Failed
 from zoo.tracing import isolated_trace
 from zoo.tracing.isolated_trace import StepTrace, step_trace_of
@@ -249,7 +249,7 @@ class OnAGraph(nn.Module):
 
 def test_tensors_without_strides_are_logged() -> None:
     trace = step_trace_of(OnAGraph(), Invocation((torch.empty(4, 6, device="meta"),)))
-    gradients = [e for run in trace.log.backward for e in run.events if isinstance(e, Gradient)]
+    gradients = [e for run in trace.events.backward for e in run.events if isinstance(e, Gradient)]
     assert len(gradients) == 2
 
 
@@ -367,7 +367,7 @@ class Collecting(nn.Module):
 def test_the_backward_of_what_depends_on_numbers_is_logged() -> None:
     trace = step_trace_of(Collecting(), Invocation((torch.rand(4, 6),)))
     assert "aten.masked_select.default" in trace.graph.operators
-    gradients = [e for run in trace.log.backward for e in run.events if isinstance(e, Gradient)]
+    gradients = [e for run in trace.events.backward for e in run.events if isinstance(e, Gradient)]
     assert len(gradients) == 2
 
 
@@ -391,7 +391,7 @@ def test_a_shift_makes_a_tensor_of_its_own() -> None:
     trace = step_trace_of(Shifts(), Invocation.of(x))
     shifts = [call.index for call in trace.graph.calls if "shift" in call.operator]
     assert len(shifts) == 2
-    of_shifts = [event for operator, event in trace.log.forward if operator in shifts]
+    of_shifts = [event for operator, event in trace.events.forward if operator in shifts]
     assert sum(isinstance(event, Allocated) for event in of_shifts) == 2
     assert not any(event.writes for event in of_shifts if isinstance(event, KernelRun))
 

@@ -12,9 +12,9 @@ from zoo.loss import Loss
 from zoo.planner.plan import Plan
 from zoo.policy.budget import Budget, Overhead, outputs_held
 from zoo.policy.options import Checkpoint, CountedStep, option_for
-from zoo.profiling.log_profile import Outline
 from zoo.profiling.optimizer_memory import OptimizerOption
 from zoo.profiling.progress import shown
+from zoo.profiling.step_profile import Outline
 from zoo.tracing.forward_patch import Patch
 from zoo.tracing.isolated_trace import step_trace_of
 from zoo.tracing.partition import check_switches, partition, paths_of

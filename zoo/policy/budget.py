@@ -36,10 +36,10 @@ from zoo.planner.plan import Item, Plan, RoomyPlan, falling, thinned
 from zoo.policy.plan_report import FixedBytes, Frontier, PeakBytes, PlanReport, Point
 from zoo.profiling.caching_allocator import Rounding, rounding_of, with_rests
 from zoo.profiling.kernel_costs import Device, KernelCosts, rated_device, rated_name
-from zoo.profiling.log_profile import Outline, Profile
 from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerBytes, optimizer_bytes
 from zoo.profiling.peak_memory import resident_bytes
 from zoo.profiling.progress import each, shown
+from zoo.profiling.step_profile import Outline, Profile
 from zoo.units import SIZES, at_least, exact_bytes, parse_bytes, parse_ratio
 
 # bytes of a generator's state, and of a packed one that a segment keeps

@@ -20,11 +20,11 @@ from zoo._torch import (
 )
 from zoo.errors import ArgumentError, nearest, shortened
 from zoo.optimizer.independence import optimizer_like, step_alone
-from zoo.planner.step_log import Allocated, Freed
+from zoo.planner.step_events import Allocated, Freed
 from zoo.profiling.caching_allocator import Rounding, rounding_of
+from zoo.profiling.event_recorder import EventRecorder, Form, UpdateBytes, form_of
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.isolation import import_for_fakes, isolated
-from zoo.profiling.step_logger import Form, StepLogger, UpdateBytes, form_of
 from zoo.profiling.tensor_spec import CPU, tensors_in
 from zoo.units import counted
 
@@ -284,13 +284,13 @@ def _state_bytes(state: Any, rounding: Rounding, counters_on_host: bool) -> int:
 
 def _allocated(rounding: Rounding, step: Callable[..., PyTree], *parameters: Tensor) -> int:
     """Returns the most bytes that a step holds at once beside what was there before."""
-    logger = StepLogger(itertools.count(1).__next__, caches_casts=False)
-    with logger:
+    recorder = EventRecorder(itertools.count(1).__next__, caches_casts=False)
+    with recorder:
         step(*parameters)
-    log = logger.log.counted(rounding)
+    events = recorder.events.rounded(rounding)
     changes = (
-        log.sizes[event.storage] * (1 if isinstance(event, Allocated) else -1)
-        for _, event in log.forward
+        events.sizes[event.storage] * (1 if isinstance(event, Allocated) else -1)
+        for _, event in events.forward
         if isinstance(event, Allocated | Freed)
     )
     return max(itertools.accumulate(changes), default=0)

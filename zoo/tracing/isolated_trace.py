@@ -39,8 +39,9 @@ from zoo.errors import ArgumentError, InputError, ZooError, in_a_line, shortened
 from zoo.invocation import Invocation, device_of, kernel_device, sizes_hint
 from zoo.loss import Loss, UnknownTargets, own_loss, with_loss_errors
 from zoo.models.model import Model
-from zoo.planner.step_log import StepLog
+from zoo.planner.step_events import StepEvents
 from zoo.profiling.cudnn_recurrent import flattened
+from zoo.profiling.event_recorder import EventRecorder
 from zoo.profiling.fake_tensors import (
     SMALL,
     FakeTensorFixes,
@@ -52,7 +53,6 @@ from zoo.profiling.fake_tensors import (
 from zoo.profiling.isolation import NO_FORK, isolated
 from zoo.profiling.progress import shown
 from zoo.profiling.source_location import line_of_traceback
-from zoo.profiling.step_logger import StepLogger
 from zoo.profiling.tensor_spec import KernelSpec, TensorSpec, tensors_held_by, tensors_in
 from zoo.tracing.tracer import Graph, Tracer, is_compiled, plain
 
@@ -84,7 +84,7 @@ class StepTrace(NamedTuple):
     """
 
     graph: Graph
-    log: StepLog
+    events: StepEvents
     specs: Sequence[KernelSpec | None]
     has_loss: bool
 
@@ -132,16 +132,16 @@ class RealStep:
 
     def __init__(self, model: nn.Module, given: Invocation) -> None:
         self.tracer = Tracer(model)
-        self.logger = StepLogger(
+        self.event_recorder = EventRecorder(
             self.tracer.operators_so_far, caches_casts=caches_casts(), hooks=(pack, unpack)
         )
-        self.logger.note_owned(model)
-        self.logger.note_inputs(given.tensors)
+        self.event_recorder.note_owned(model)
+        self.event_recorder.note_inputs(given.tensors)
         self._entered = contextlib.ExitStack()
 
     def __enter__(self) -> "RealStep":
         with contextlib.ExitStack() as entered:
-            entered.enter_context(self.logger)
+            entered.enter_context(self.event_recorder)
             entered.enter_context(self.tracer)
             self._entered = entered.pop_all()
         return self
@@ -152,10 +152,12 @@ class RealStep:
     def trace(self, outputs: PyTree) -> StepTrace:
         """Returns the trace of the step, whose forward returned these outputs."""
         self.tracer.note_end_of_model()
-        roots = self.logger.note_ends(tensors_held_by(outputs), None)
+        roots = self.event_recorder.note_ends(tensors_held_by(outputs), None)
         with on_fakes():
-            self.logger.run_backward(roots)
-        return StepTrace(self.tracer.graph, self.logger.log, self.logger.specs, has_loss=False)
+            self.event_recorder.run_backward(roots)
+        return StepTrace(
+            self.tracer.graph, self.event_recorder.events, self.event_recorder.specs, has_loss=False
+        )
 
 
 class Failure(NamedTuple):
@@ -270,9 +272,9 @@ class _Forward:
     ) -> StepTrace:
         tracer = Tracer(model)
         tracer.mark(self.blocks)
-        logger = StepLogger(tracer.operators_so_far, caches_casts=caches_casts())
-        logger.note_owned(model)
-        logger.note_inputs(given.tensors)
+        event_recorder = EventRecorder(tracer.operators_so_far, caches_casts=caches_casts())
+        event_recorder.note_owned(model)
+        event_recorder.note_inputs(given.tensors)
         # real tensors go through what higher-order operators compile, as in training: `map` returns
         # another structure without
         is_eager = fixes is not None or any(map(is_compiled, model.modules()))
@@ -287,17 +289,17 @@ class _Forward:
             # fake tensors refuse collectives themselves, and take no memory
             _Limits() if fixes is None else contextlib.nullcontext(),
         ):
-            with logger, tracer, logger.hooks():
+            with event_recorder, tracer, event_recorder.hooks():
                 outputs = given.on(model)
                 tracer.note_end_of_model()
                 loss = self.loss(outputs)
-            roots = logger.note_ends(tensors_held_by(outputs), loss)
+            roots = event_recorder.note_ends(tensors_held_by(outputs), loss)
             has_loss = loss is not None
             # only the graph holds them from here on
             del outputs, loss
             with on_fakes() if fixes is None else fixes.questions_allowed():
-                logger.run_backward(roots)
-        return StepTrace(tracer.graph, logger.log, logger.specs, has_loss)
+                event_recorder.run_backward(roots)
+        return StepTrace(tracer.graph, event_recorder.events, event_recorder.specs, has_loss)
 
     def _fake(self, fixes: FakeTensorFixes, tensor: Tensor) -> Tensor:
         """Returns a fake of a tensor; the values are known unless it is a parameter."""

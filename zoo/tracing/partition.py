@@ -41,9 +41,9 @@ from torch import nn
 from zoo.engine.kernel_segments import Visit
 from zoo.errors import ArgumentError, nearest
 from zoo.models.model import Model
-from zoo.planner.log_cuts import useful_cuts
-from zoo.planner.step_log import Allocated, KernelRun, Saved, Viewed
-from zoo.profiling.log_profile import Outline
+from zoo.planner.event_cuts import useful_cuts
+from zoo.planner.step_events import Allocated, KernelRun, Saved, Viewed
+from zoo.profiling.step_profile import Outline
 from zoo.tracing.isolated_trace import StepTrace
 from zoo.tracing.tracer import Call, Graph
 
@@ -101,7 +101,7 @@ def partition(model: nn.Module, trace: StepTrace, blocks: Collection[str]) -> Ou
         names=tuple(names),
         blocks=tuple(number for number, (_, run) in enumerate(runs) for _ in run),
         whole=frozenset(number for number, count in enumerate(made) if count > 1),
-        log=trace.log,
+        events=trace.events,
         specs=trace.specs,
         lines=tuple(next((call.line for call in part if call.line), "") for part in parts),
         shapes=tuple(_shapes(part, touched) for part in parts),
@@ -118,16 +118,16 @@ def _first_operators(starts: Sequence[int], calls: Sequence[Call]) -> list[int]:
 def _useful(starts: Sequence[int], calls: Sequence[Call], trace: StepTrace) -> list[int]:
     """Leaves out starts of steps that no plan gains by."""
     # those of the model alone, so that steps do not depend on whether the loss is known
-    log = trace.log.before(trace.graph.model_operators) if trace.has_loss else trace.log
+    events = trace.events.before(trace.graph.model_operators) if trace.has_loss else trace.events
     within = [calls[start].within for start in starts]
-    kept = useful_cuts(log, _first_operators(starts, calls), within)
+    kept = useful_cuts(events, _first_operators(starts, calls), within)
     return [starts[number] for number in kept]
 
 
 def _touched(trace: StepTrace) -> dict[int, _Touched]:
     """Returns what each operator did to the storages of the log, if it did something."""
     found: defaultdict[int, _Touched] = defaultdict(_Touched)
-    for index, event in trace.log.forward:
+    for index, event in trace.events.forward:
         if isinstance(event, Allocated):
             found[index].made.add(event.storage)
         elif isinstance(event, Viewed):
@@ -146,7 +146,7 @@ def _functions(trace: StepTrace) -> dict[int, int]:
     operator, and saves tensors after the last one.
     """
     found, latest = dict[int, int](), -1
-    for first, event in trace.log.forward:
+    for first, event in trace.events.forward:
         if isinstance(event, Saved) and first < latest:
             inside = range(first, latest + 1)
             found |= {index: min(found.get(index, first), first) for index in inside}

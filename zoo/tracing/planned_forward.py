@@ -63,8 +63,8 @@ from zoo.planner.plan import RoomyPlan
 from zoo.planner.schemes import SegmentsError
 from zoo.policy.budget import BudgetPlanner
 from zoo.policy.options import Option
-from zoo.profiling.log_profile import Outline
 from zoo.profiling.progress import shown
+from zoo.profiling.step_profile import Outline
 from zoo.profiling.tensor_spec import tensors_held_by
 from zoo.tracing.forward_patch import Patch
 from zoo.tracing.isolated_trace import RealStep, StepTrace, TraceError, step_trace_of
@@ -432,7 +432,7 @@ class PatchedForward(Patch):
         """Runs the forward block by block, traces it and plans for the next; warns on failure."""
         check_switches(self.module())
         step = without_modes(RealStep, self.module(), given)
-        conductor = without_modes(Conductor, [], step.logger.hooks())
+        conductor = without_modes(Conductor, [], step.event_recorder.hooks())
         with step:
             outputs = conductor.run(lambda: given.on(self.__wrapped__))
         try:

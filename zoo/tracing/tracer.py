@@ -2,7 +2,7 @@
 
 It sees each operator, on real or on fake tensors, below autograd and autocast, and changes nothing.
 Python's stack shows which modules are running, so that nothing is attached to the model. What the
-operators allocate, save and compute is the business of the log (`profiling.step_logger`), which
+operators allocate, save and compute is the business of the log (`profiling.event_recorder`), which
 counts them by this:
 
     index   operator            within

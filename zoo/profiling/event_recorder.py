@@ -1,4 +1,4 @@
-"""Logs a training step: its kernels, its storages, and what autograd saves (`planner.step_log`).
+"""Logs a training step: its kernels, its storages, and what autograd saves (`planner.step_events`).
 
 torch's profilers see only real memory. Here tensors may be fake; the bytes are those of real ones.
 The forward runs once, as it is written, under a dispatch mode. Then its autograd graph runs node by
@@ -33,18 +33,18 @@ from zoo.engine.saved_tensors import is_in_graph
 from zoo.engine.segments import Pack, Unpack
 from zoo.engine.storages import SMALL
 from zoo.engine.tensor_state import detached
-from zoo.planner.step_log import (
+from zoo.planner.step_events import (
     AT_END,
     Allocated,
+    Dropped,
     Event,
     Freed,
     Gradient,
     KernelRun,
-    LetGo,
     NodeRun,
     Released,
     Saved,
-    StepLog,
+    StepEvents,
     Viewed,
 )
 from zoo.profiling.autograd_interpreter import gradients_of
@@ -130,7 +130,7 @@ def _is_copied(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.itemsize <= SMALL
 
 
-class StepLogger(KernelMode):
+class EventRecorder(KernelMode):
     """Writes the log of a training step that runs inside the `with` block.
 
     Args:
@@ -151,7 +151,7 @@ class StepLogger(KernelMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # the engine holds tensors for its segments
-        self.log = StepLog(has_lifetimes=hooks is None)
+        self.events = StepEvents(has_lifetimes=hooks is None)
         self._count, self._caches_casts, self._hooks = count, caches_casts, hooks
         # the number and the spec of each different kernel call, by the spec's repr
         self._kernels: dict[str, tuple[int, KernelSpec | None]] = {}
@@ -192,7 +192,7 @@ class StepLogger(KernelMode):
         for tensor in (*model.parameters(), *model.buffers()):
             for storage in storages_of(tensor):
                 self._leave_out(storage)
-        self.log.trained += [p.nbytes for p in model.parameters() if p.requires_grad]
+        self.events.trained += [p.nbytes for p in model.parameters() if p.requires_grad]
 
     def note_inputs(self, tensors: Iterable[Tensor]) -> None:
         """Numbers the storages of the model's inputs."""
@@ -200,7 +200,7 @@ class StepLogger(KernelMode):
             for storage in storages_of(tensor):
                 if storage._cdata not in self._numbers:
                     self._owned.append(storage)
-                    self.log.inputs.add(self._add(storage))
+                    self.events.inputs.add(self._add(storage))
 
     def note_ends(self, outputs: Sequence[Tensor], loss: Tensor | None) -> list[Tensor]:
         """Notes what the model returned, and returns what the backward begins at.
@@ -208,13 +208,13 @@ class StepLogger(KernelMode):
         Without a known loss that is each output; of a language model that returns its loss and then
         its logits, the loss.
         """
-        self.log.outputs = self.numbers_of(outputs)
+        self.events.outputs = self.numbers_of(outputs)
         roots = [output for output in outputs if output.grad_fn is not None]
         if loss is not None:
             roots = [loss] if loss.grad_fn is not None else []
         elif roots and not roots[0].shape:
             roots = roots[:1]
-        self.log.ends = self.numbers_of([] if loss is None else [loss])
+        self.events.ends = self.numbers_of([] if loss is None else [loss])
         return roots
 
     def numbers_of(self, tensors: Iterable[Tensor]) -> frozenset[int]:
@@ -234,7 +234,7 @@ class StepLogger(KernelMode):
 
         `roots` is emptied. Autograd holds no tensor that it has saved from here on.
         """
-        self._made_before = len(self.log.sizes)
+        self._made_before = len(self.events.sizes)
         self._begin_node(AT_END)
         self._fake_mode = active_fake_mode()
         is_real = self._hooks is not None
@@ -287,7 +287,7 @@ class StepLogger(KernelMode):
         writes = self.numbers_of(written)
         self._blank -= writes
         if self._caches_casts and is_cached(func, args, result):
-            self.log.casts |= made
+            self.events.casts |= made
         if not starts_kernel:
             for storage in reads:
                 self._note(Viewed(storage))
@@ -323,14 +323,14 @@ class StepLogger(KernelMode):
 
     def _note(self, event: Event) -> None:
         if self._of_node is None:
-            self.log.forward.append((len(self._nodes) - 1, event))
+            self.events.forward.append((len(self._nodes) - 1, event))
         else:
             self._of_node.append(event)
 
     def _add(self, storage: UntypedStorage) -> int:
         """Gives a storage the next number."""
-        self._numbers[storage._cdata] = number = len(self.log.sizes)
-        self.log.sizes.append(storage.nbytes())
+        self._numbers[storage._cdata] = number = len(self.events.sizes)
+        self.events.sizes.append(storage.nbytes())
         return number
 
     def _leave_out(self, storage: UntypedStorage) -> None:
@@ -342,7 +342,7 @@ class StepLogger(KernelMode):
         for storage in storages:
             if storage._cdata not in self._numbers:
                 self._leave_out(storage)
-                self.log.constants.append(storage.nbytes())
+                self.events.constants.append(storage.nbytes())
 
     def _note_results(
         self, func: Operator, given: Sequence[UntypedStorage], outputs: Sequence[Tensor]
@@ -366,7 +366,7 @@ class StepLogger(KernelMode):
                 weakref.finalize(storage, self._free, storage._cdata, number).atexit = False
                 self._note(Allocated(number))
                 made.add(number)
-            if self._of_node is None and self.log.has_lifetimes:
+            if self._of_node is None and self.events.has_lifetimes:
                 self._watch(tensor)
         return frozenset(made)
 
@@ -389,7 +389,7 @@ class StepLogger(KernelMode):
             self._holds.subtract(numbers)
             for number in numbers:
                 if self._of_node is None and not self._holds[number]:
-                    self._note(LetGo(number))
+                    self._note(Dropped(number))
 
         self._watched[key] = weakref.ref(tensor, let_go)
 
@@ -400,7 +400,7 @@ class StepLogger(KernelMode):
         numbers, node = self.numbers_of([tensor]), sequence_number() - 1
         for number in numbers:
             event = Saved(number, is_blank=number in self._blank)
-            self.log.forward.append((self._operator_of(node), event))
+            self.events.forward.append((self._operator_of(node), event))
         memory = SavedMemory(numbers)
         self._saved_by.setdefault(node, []).append(memory)
         is_strided = tensor.layout is torch.strided
@@ -441,7 +441,7 @@ class StepLogger(KernelMode):
 
     def _begin_node(self, operator: int) -> None:
         self._of_node = []
-        self.log.backward.append(NodeRun(operator, self._of_node))
+        self.events.backward.append(NodeRun(operator, self._of_node))
 
     def _on_node(self, node: Node) -> bool:
         before, self._node = self._node, node._sequence_nr()
