@@ -19,7 +19,7 @@ from tests.tracing.runs import Deciding, traced
 from zoo.errors import ArgumentError
 from zoo.invocation import Invocation
 from zoo.planner.step_events import Allocated, Gradient, KernelRun
-from zoo.profiling.isolation import Failed
+from zoo.profiling.isolation import FailedCall
 from zoo.tracing import isolated_trace
 from zoo.tracing.isolated_trace import StepTrace, step_trace_of
 from zoo.tracing.tracer import Graph
@@ -372,7 +372,7 @@ def test_the_backward_of_what_depends_on_numbers_is_logged() -> None:
 
 
 def test_an_answer_that_cannot_be_sent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    raised = Failed("PicklingError: no such answer")
+    raised = FailedCall("PicklingError: no such answer")
     monkeypatch.setattr("zoo.profiling.isolation.in_fork", lambda _: raised)
     with pytest.raises(ArgumentError, match=r"Linear cannot be traced ahead \(PicklingError: no"):
         zoo.plan(nn.Linear(3, 3), torch.rand(2, 3), max_overhead=0.5)

@@ -28,7 +28,7 @@ from zoo.policy.options import Checkpoint, option_for, plan_or_option
 from zoo.profiling.cudnn_recurrent import flattened
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.memory_tracker import Tracker
-from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerOption, made_by, maker_of
+from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerOption, maker_of, optimizer_from
 from zoo.profiling.peak_memory import measure_step
 from zoo.profiling.progress import each, shown
 from zoo.profiling.tensor_spec import tensors_in
@@ -289,7 +289,7 @@ def optimizer_of(
     if make is None:
         return None
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return made_by(make, trained) if trained else None
+    return optimizer_from(make, trained) if trained else None
 
 
 @contextlib.contextmanager

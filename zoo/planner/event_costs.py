@@ -2,8 +2,8 @@
 
 Nothing is run. A step's forward has the events between two cuts; its backward those of the autograd
 nodes that its operators made, the latest first. Both are counted for the step alone, with nothing
-of other steps but their storages: it frees no storage that another step made, and a saved tensor
-exists until its node has run.
+of other steps but their storages: it frees none of these, and a saved tensor exists until its node
+has run.
 """
 
 import bisect
@@ -106,10 +106,7 @@ class _Steps:
         # and of the copies that segments make, which have no events
         self.sizes = list(events.sizes)
         self.gradients = {
-            event.storage
-            for run in events.backward
-            for event in run.events
-            if type(event) is Gradient
+            e.storage for run in events.backward for e in run.events if type(e) is Gradient
         }
         self.forward: list[list[Event]] = [[] for _ in cuts]
         for operator, event in events.forward:
@@ -122,9 +119,7 @@ class _Steps:
             frozenset(event.storage for event in part if type(event) is Allocated)
             for part in self.forward
         ]
-        self.maker = {
-            storage: n for n, storages in enumerate(self.allocated) for storage in storages
-        }
+        self.maker = {s: number for number, new in enumerate(self.allocated) for s in new}
         left_out = events.inputs | self.gradients
         self.saved: list[Storages] = [
             frozenset(event.storage for event in part if type(event) is Saved) - left_out
@@ -143,9 +138,7 @@ class _Steps:
         )
 
     def _casts(self, number: int) -> Storages:
-        used = self.allocated[number].union(
-            *(_storages_read(event) for event in self.forward[number])
-        )
+        used = self.allocated[number].union(*map(_reads, self.forward[number]))
         return used & self.events.casts
 
     def _live(self) -> list[Storages]:
@@ -153,10 +146,9 @@ class _Steps:
         last: dict[int, int] = {}
         for number, part in enumerate(self.forward):
             for event in part:
-                last.update(dict.fromkeys(_storages_read(event), number))
-        ends = self.events.ends or (
-            self.events.outputs & self.allocated[-1] if self.allocated else frozenset()
-        )
+                last.update(dict.fromkeys(_reads(event), number))
+        last_step = self.allocated[-1] if self.allocated else frozenset()
+        ends = self.events.ends or self.events.outputs & last_step
         last.update(dict.fromkeys(ends, self.count))
         live: list[set[int]] = [set() for _ in range(self.count + 1)]
         for storage, end in last.items():
@@ -229,10 +221,8 @@ class _Steps:
         part = self.forward[number]
         blank = {event.storage for event in part if type(event) is Saved and event.is_blank}
         once = frozenset().union(*(event.keeps for event in part if type(event) is KernelRun))
-        reachable = (
-            self.saved[number] | self.live[number] | self.live[number + 1] | self.events.inputs
-        )
-        return (once & reachable) | blank
+        states = self.live[number] | self.live[number + 1]
+        return (once & (self.saved[number] | states | self.events.inputs)) | blank
 
     def forward_only(self) -> list[Storages]:
         """Returns for each step the storages that variables hold and no later step reads."""
@@ -257,12 +247,10 @@ class _Steps:
                 if end < first.get(number, self.cuts[number]):
                     break
                 by_step[number].add(storage)
-        return [
-            frozenset(storages) - live for storages, live in zip(by_step, self.live, strict=False)
-        ]
+        return [frozenset(held) - live for held, live in zip(by_step, self.live, strict=False)]
 
 
-def _storages_read(event: Event) -> Iterable[int]:
+def _reads(event: Event) -> Iterable[int]:
     """Returns the storages that an event reads."""
     if type(event) is KernelRun:
         return event.reads

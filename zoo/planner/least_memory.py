@@ -124,14 +124,14 @@ def _uniform(costs: StepCosts) -> tuple[Plan, int]:
 def _beside_outputs(costs: StepCosts) -> StepCosts:
     """Returns the costs without the outputs; in the forward an output counts once it is made."""
     outputs = costs.bytes_of(costs.returned)
-    earlier_outputs = (costs.bytes_of(present & costs.returned) for present in costs.present)
+    by_step = (costs.bytes_of(present & costs.returned) for present in costs.present)
     return replace(
         costs,
         live=tuple(live - costs.returned for live in costs.live),
         saved=tuple(saved - costs.returned for saved in costs.saved),
         forward=tuple(
             allocated + made_before - outputs
-            for allocated, made_before in zip(costs.forward, earlier_outputs, strict=True)
+            for allocated, made_before in zip(costs.forward, by_step, strict=True)
         ),
         returned=frozenset(),
     )
@@ -170,16 +170,14 @@ def _path(costs: StepCosts, peak: int, narrow: Narrow, ends: Ends) -> PathLabel 
                 top, steps = max(label.peak, whole + need), range(start, stop)
                 after_it = PathLabel(whole - size, recomputed, storages, top, steps, False, label)
                 labels[stop].append(after_it)
-        backward_work = costs.gradients[start + 1] + costs.backward[start]
+        backward = costs.gradients[start + 1] + costs.backward[start]
         for label in by_step:
             storages = label.storages | costs.saved[start]
-            held_bytes = label.beside + costs.bytes_of(storages)
-            top = max(
-                label.beside + sizes[start] + costs.forward[start], held_bytes + backward_work
-            )
+            total = label.beside + costs.bytes_of(storages)
+            top = max(label.beside + sizes[start] + costs.forward[start], total + backward)
             if top <= peak:
                 storages &= after
-                beside, top = held_bytes - costs.bytes_of(storages), max(label.peak, top)
+                beside, top = total - costs.bytes_of(storages), max(label.peak, top)
                 step = range(start, start + 1)
                 after_it = PathLabel(beside, label.recomputed, storages, top, step, True, label)
                 labels[start + 1].append(after_it)

@@ -135,15 +135,13 @@ class SearchSpace:
                     copies = range(first, run.stop, run.period)
                     names = {state: in_order(costs.live[state], costs) for state in copies}
                     sets = dict.fromkeys(
-                        frozenset(
-                            position for position, name in enumerate(order) if name in storages
-                        )
+                        frozenset(n for n, name in enumerate(order) if name in storages)
                         for state, order in names.items()
                         for storages in numbering[state]
                     )
                     for state, order in names.items():
                         numbering[state] = {
-                            frozenset(order[position] for position in positions): number
+                            frozenset(order[n] for n in positions): number
                             for number, positions in enumerate(sets)
                         }
             self._follow(numbering)

@@ -108,14 +108,14 @@ class Profile:
         like = device or device_like(self.device)
 
         def seconds(kernel: KernelRun) -> float:
-            if kernels and (known := kernels[kernel.number]) is not None:
-                return known.seconds
+            if kernels and (cost := kernels[kernel.number]) is not None:
+                return cost.seconds
             return like.seconds(kernel.flops, kernel.moved, TYPES[kernel.itemsize])
 
         blocks, cuts = self.outline.blocks, self.outline.cuts
         if len(cuts) > len(blocks):
             blocks = (*blocks, blocks[-1] + 1 if blocks else 0)
-        workspaces = [0 if known is None else known.workspace for known in kernels]
+        workspaces = [0 if cost is None else cost.workspace for cost in kernels]
         rates = Rates(seconds, workspaces)
         return costs_of(self.events, cuts, blocks, rates, updates, accumulates=accumulates)
 

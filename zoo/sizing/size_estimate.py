@@ -197,7 +197,7 @@ def extrapolated(
         sizes = zip(before.sizes, after.sizes, strict=False)
         ratio = max((new / old for old, new in sizes if old), default=1.0)
         workspace = math.ceil(kernel.workspace * ratio)
-        costs.append(KernelCosts(kernel.seconds * ratio, workspace, kernel.held))
+        costs.append(KernelCosts(kernel.seconds * ratio, workspace, kernel.held_by_library))
     return costs
 
 
