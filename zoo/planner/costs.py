@@ -39,18 +39,18 @@ class StepCosts:
     saved: tuple[frozenset[int], ...]  # storages that autograd saves for the step's backward
     forward: tuple[int, ...]  # the largest number of new bytes during the step's forward
     forward_until_saved: tuple[int, ...]
-    # the same during its backward, with gradients of parameters, except for those that
-    # several steps add to in one buffer
+    # the largest number of new bytes during its backward, gradients of parameters included, unless
+    # several steps add to one buffer
     backward: tuple[int, ...]
     gradients: tuple[int, ...]  # bytes of the gradient of each state
     flops: tuple[int, ...]  # floating-point operations of the step's forward
     flops_until_saved: tuple[int, ...]
-    # of the step's forward, in any unit: planners only compare them
+    # seconds of the step's forward, in any unit: planners only compare them
     seconds: tuple[float, ...]
     seconds_until_saved: tuple[float, ...]
-    seconds_backward: tuple[float, ...]  # the same under every plan
+    seconds_backward: tuple[float, ...]  # equal under every plan
     blocks: tuple[int, ...]  # the number of the step's block
-    # of each state, bytes of the parameters' gradients that exist when the backward reaches it
+    # for each state, bytes of the parameters' gradients that exist when the backward reaches it
     parameter_gradients: tuple[int, ...] = ()
     # storages of the model's outputs if the caller holds them until the backward is over; a
     # recomputation allocates new ones
@@ -147,7 +147,7 @@ class Moment(NamedTuple):
     recomputed: int  # held by recomputations, and not since the forward
     state: int  # the current state, if nothing else holds it
     work: int  # the step's peak: outputs, saved tensors and temporaries
-    gradient: int  # of state `gradient_of`, with those of parameters if the costs have them
+    gradient: int  # that of state `gradient_of`, and of parameters if the costs include these
     gradient_of: int | None  # None in the forward
 
 

@@ -159,7 +159,7 @@ class _Steps:
         return list(map(frozenset, live))
 
     def not_made(self, number: int, storages: Iterable[Storages]) -> Storages:
-        """Returns those of some storages that a step did not make."""
+        """Returns the given storages without those that the step allocated."""
         return frozenset().union(*storages) - self.allocated[number]
 
     def overwritten(self) -> list[Storages]:

@@ -54,9 +54,9 @@ class PathLabel(NamedTuple):
 
     beside: int  # bytes that it holds in addition to `storages`
     recomputed: int  # operations
-    storages: Storages  # those of the state that it holds
+    storages: Storages  # the storages of the state that it holds
     peak: int
-    steps: range  # of its last item, which is one kept step or a segment
+    steps: range  # the steps of its last item: one kept step or a segment
     is_kept: bool
     before: Optional["PathLabel"]
 
@@ -160,7 +160,7 @@ def _path(costs: StepCosts, peak: int, narrow: Narrow, ends: Ends) -> PathLabel 
             for stop, need in ends(start, peak - whole):
                 recomputed = before + done[stop - 1] + costs.flops_until_saved[stop - 1]
                 other = labels[stop][-1] if labels[stop] else None
-                # of this state the segment with the earlier start holds nothing more
+                # the segment with the earlier start holds no more of this state
                 if other and other.beside <= label.beside and other.recomputed <= recomputed:
                     continue
                 if stop not in shared:
@@ -202,8 +202,7 @@ def _by_bytes(labels: Labels, start: int, costs: StepCosts) -> tuple[Labels, Lab
 def _by_arithmetic(labels: Labels, start: int, costs: StepCosts) -> tuple[Labels, Labels]:
     """Extends few labels, from those that hold least to those that recompute least."""
     saved = costs.saved[start]
-    sets = {label.storages for label in labels}
-    sizes = {storages: costs.bytes_of(storages | saved) for storages in sets}
+    sizes = {s: costs.bytes_of(s | saved) for s in {label.storages for label in labels}}
     return (
         _front(labels, lambda label: (label.beside + sizes[label.storages], label.recomputed)),
         _front(labels, operator.itemgetter(0, 1)),
@@ -324,7 +323,7 @@ def _needs(costs: StepCosts, beside_outputs: StepCosts, ceiling: int) -> Iterato
 def _needs_from(rows: Iterable[tuple[int, ...]], ceiling: int) -> Iterator[int]:
     """Yields the bytes of the segment that ends with the first step, the second, and so on."""
     saved = 0  # bytes saved so far in the recomputation
-    left = 0  # those of them that are no outputs, which the caller holds
+    left = 0  # these bytes without outputs, which the caller holds
     through = 0  # peak of the recomputation if its last step does not stop early
     behind = 0  # peak of the backwards
     for handed, unsaved, new, own, backward, forward, until_saved, gradient in rows:

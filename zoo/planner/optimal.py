@@ -223,7 +223,7 @@ class DPTable:
         needs = np.full(entries.count, NO_BYTES, np.int64)
         self.values = Values(seconds, needs, np.full(entries.count, NEVER, self.type))
         self.choices = np.full((entries.own_count, len(amounts)), -1, np.int16)
-        self.whole, _, _ = entries.locate(0, 0, space.forward)  # of all plans
+        self.whole, _, _ = entries.locate(0, 0, space.forward)  # the entry of all plans
         end, _, _ = entries.locate(len(costs), 0, space.forward)
         for array in self.values:
             array[end:] = 0

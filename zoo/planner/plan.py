@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar, Union
 
 from zoo.errors import PlanError, shortened
 from zoo.planner.json_reader import read_json
-from zoo.units import counted
+from zoo.units import plural
 
 Item = Union[int, tuple["Item", ...]]
 Entry = TypeVar("Entry")
@@ -146,7 +146,7 @@ class Plan(tuple[Item, ...]):
         return max(itertools.accumulate(1 if bracket == "[" else -1 for bracket in brackets)) - 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Plan":
-        # it is immutable, and copying a deep one would overflow the stack
+        # a plan is immutable, and copying a deep one would overflow the stack
         return self
 
     def __repr__(self) -> str:
@@ -157,8 +157,8 @@ class Plan(tuple[Item, ...]):
         kept_steps = runs.count(1)
         segments = sum(isinstance(item, tuple) for item in self)
         return (
-            f"{counted(len(runs), 'step')}: {kept_steps} kept, {len(runs) - kept_steps} "
-            f"recomputed in {counted(segments, 'segment')}, "
+            f"{plural(len(runs), 'step')}: {kept_steps} kept, {len(runs) - kept_steps} "
+            f"recomputed in {plural(segments, 'segment')}, "
             f"{f'nested {depth} deep' if depth > 1 else 'not nested'}\n{self.text()}"
         )
 

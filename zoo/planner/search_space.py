@@ -183,7 +183,7 @@ class Entries:
         self.near = np.minimum(every + space.near, states - 1)
         self.order = np.zeros(space.forward + 1, np.int64)
         self.order[self.cuts] = np.arange(len(self.cuts))
-        # of a copy: its distance in steps to the first, its last end, and the additional free bytes
+        # a copy's distance in steps to the first, its last end, and its additional free bytes
         self.moved, self.limit, self.grown = np.zeros((3, states), np.int64)
         for run in space.repeats:
             for number, part in enumerate(range(run.start, run.stop, run.period)[1:], 1):

@@ -184,12 +184,11 @@ def _zeros_instead(node: Node) -> list[Tensor | None]:
     """Returns zeros in place of the gradients that a node would return."""
     following = node.next_functions
     kinds = [None if behind is None else behind._input_metadata[n] for behind, n in following]
-    return [
-        None
-        if kind is None or kind.is_nested_tensor
-        else torch.zeros(tuple(kind.shape), dtype=kind.dtype, device=kind.device)
-        for kind in kinds
-    ]
+    return [None if kind is None or kind.is_nested_tensor else _zeros(kind) for kind in kinds]
+
+
+def _zeros(kind: Any) -> Tensor:
+    return torch.zeros(tuple(kind.shape), dtype=kind.dtype, device=kind.device)
 
 
 def _run(node: Node, pending: _PendingNode) -> Sequence[Tensor | None]:
@@ -208,12 +207,8 @@ def _called(node: Any, pending: _PendingNode) -> Sequence[Tensor | None]:
         returned = node(*incoming)
         return returned if isinstance(returned, tuple) else (returned,)
     # an autograd.Function gets zeros for a missing gradient
-    gradients = (
-        torch.zeros(tuple(kind.shape), dtype=kind.dtype, device=kind.device)
-        if part is None
-        else part
-        for part, kind in zip(incoming, pending.metadata, strict=True)
-    )
+    pairs = zip(incoming, pending.metadata, strict=True)
+    gradients = (_zeros(kind) if part is None else part for part, kind in pairs)
     returned = node.apply(*gradients)
     every = returned if isinstance(returned, tuple) else (returned,)
     # only its tensor arguments have next nodes

@@ -29,7 +29,7 @@ OWN_SEGMENT = 10 * MIB
 # cuBLAS has one for each thread that multiplies, the forward's and the backward's: ":4096:2:16:8",
 # in KiB, in parseChosenWorkspaceSize of aten/src/ATen/cuda/CublasHandlePool.cpp; 32 MiB on Hopper
 CUBLAS_WORKSPACE = (4096 * 2 + 16 * 8) << 10
-# of the blocks that share large segments this part is lost to rests, 0.3 MiB of each segment of
+# blocks that share large segments lose one of so many bytes to rests, 0.3 MiB of each segment of
 # 20 MiB: an estimate, chosen by the recorded steps of tests/policy/recorded_steps.py, of which none
 # takes more than predicted with it (docs/cuda.md)
 RESTS = 64

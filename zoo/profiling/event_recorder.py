@@ -159,7 +159,7 @@ class EventRecorder(KernelMode):
         self._numbers: dict[int, int] = {}
         # storages that are held, so that no other one gets the address
         self._owned: list[UntypedStorage] = []
-        # those of reserves, which cuDNN's networks keep for their backward
+        # numbers of reserves, which cuDNN's networks keep for their backward
         self._reserves = frozenset[int]()
         # storages that were made and not written yet
         self._blank: set[int] = set()

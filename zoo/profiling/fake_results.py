@@ -592,7 +592,7 @@ def _columns(mode: FakeTensorMode, result: Tensor, columns: Tensor, *_: object) 
 def _lstm(mode: FakeTensorMode, result: PyTree, *args: PyTree) -> PyTree:
     *outputs, workspace = result
     if not torch.is_grad_enabled():
-        # it makes none, and an undefined tensor is None
+        # the kernel makes no workspace, and an undefined tensor is None
         return (*outputs, None)
     specs = _specs_of_results(LSTM, args, {})
     if not isinstance(specs, list):

@@ -64,7 +64,7 @@ COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd",
 UNUSED = torch.zeros((), dtype=torch.int64, device=CPU)
 # the most elements of a constant; a larger tensor is data
 MOST = 1 << 12
-# the same in a forked process, which need not save memory
+# the most in a forked process, which need not save memory
 SMALL = 1 << 16
 _log_of_torch = logging.getLogger("torch._subclasses.fake_tensor")
 

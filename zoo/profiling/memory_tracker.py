@@ -218,7 +218,7 @@ class StorageRecorder(TorchDispatchMode):
             yield
 
     def record_resident(self, optimizer: torch.optim.Optimizer | None, inputs: PyTree) -> None:
-        """Records what is allocated before the block."""
+        """Records the storages that are older than the block."""
         self._categorize("parameters", self.model.named_parameters())
         self.record_states(optimizer)
         self._categorize("inputs", (("", tensor) for tensor in tensors_in(inputs)))
@@ -252,7 +252,7 @@ class StorageRecorder(TorchDispatchMode):
             for number, life in enumerate(lifetimes)
         ]
         moments = [moment for moment, _ in changes]
-        # of several phases at one point only the last one allocated anything
+        # if several phases begin at one point, only the last one allocated anything
         phases = {bisect.bisect(moments, moment): phase for moment, phase, _ in self.trail}
         runs = itertools.groupby(phases.items(), key=operator.itemgetter(1))
         timeline.phases = [Mark(*next(run)) for _, run in runs]

@@ -26,13 +26,13 @@ from zoo.profiling.event_recorder import EventRecorder, Form, UpdateBytes, form_
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.isolation import import_for_fakes, isolated
 from zoo.profiling.tensor_spec import CPU, tensors_in
-from zoo.units import counted
+from zoo.units import plural
 
 # after so many steps an optimizer does the same in each: RAdam rectifies from its sixth step on
 LATE = 1000
 
 MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
-# what the user writes for an optimizer
+# the values of `optimizer=`
 OptimizerOption = MakeOptimizer | torch.optim.Optimizer | str
 OPTIMIZERS: dict[str, MakeOptimizer | None] = {
     "adamw": torch.optim.AdamW,
@@ -89,7 +89,7 @@ def _like(optimizer: torch.optim.Optimizer, trained: Sequence[Tensor]) -> MakeOp
     ]
     if count := sum(indices.count(-1) for _, indices in groups):
         raise ArgumentError(
-            f"optimizer= holds {counted(count, 'parameter')} that this model does not train; pass "
+            f"optimizer= holds {plural(count, 'parameter')} that this model does not train; pass "
             "a class or a function of the list of parameters, or an optimizer of the model's"
         )
 

@@ -388,7 +388,7 @@ _ATTRIBUTES = tuple(entry.name for entry in fields(Allocation))
 
 
 @dataclass
-class _Stored:
+class _TimelineJson:
     """The JSON of a timeline."""
 
     version: int
@@ -405,7 +405,7 @@ class _Stored:
 
 def _timeline(values: Any) -> Timeline:
     """Makes a timeline from parsed JSON; raises ValueError for anything else."""
-    stored = read(_Stored, values)
+    stored = read(_TimelineJson, values)
     if stored.version != VERSION:
         raise ValueError(f"its version is {stored.version}; this zoo reads version {VERSION}")
     phases = [read_row(Mark, ("point", "phase"), row) for row in stored.phases]
