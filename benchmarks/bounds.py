@@ -49,7 +49,8 @@ def makers_of(costs: StepCosts) -> dict[int, int]:
     makers: dict[int, int] = {}
     for step, saved in enumerate(costs.saved):
         # an output that no step reads is held from the step behind its own
-        held = costs.held[step + 1] if step + 1 < len(costs.held) else costs.returned
+        is_last = step + 1 >= len(costs.forward_only)
+        held = costs.returned if is_last else costs.forward_only[step + 1]
         for storage in (saved | costs.live[step + 1] | (held & costs.returned)) - costs.live[0]:
             makers.setdefault(storage, step)
     return makers

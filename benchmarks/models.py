@@ -53,8 +53,8 @@ from zoo.api.checkpoint import outline_of
 from zoo.api.plan import planner_for
 from zoo.invocation import Invocation
 from zoo.profiling.kernel_costs import flop_formulas
-from zoo.profiling.log_profile import Profile
 from zoo.profiling.peak_memory import gradient_addresses, measure_step, trace
+from zoo.profiling.step_profile import Profile
 from zoo.profiling.tensor_spec import tensors_in
 
 DRAWN = 50

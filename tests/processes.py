@@ -24,18 +24,18 @@ IMPORTED = ["tests.groups", "tests.api.ranks"]
 def failures_in(world: int, module: str, folder: Path) -> Failures:
     """Makes the `CHECKS` of a module in each of `world` processes, which are started once.
 
-    Returns what names a check's failures: one for each process, empty where it held.
+    Returns a function from a check's name to its failures: a text per process, "" if it held.
     """
-    found = results_in(world, functools.partial(_failures, module), folder)
-    return lambda name: [failures[name] for failures in found]
+    results = results_in(world, functools.partial(_failures, module), folder)
+    return lambda name: [failures[name] for failures in results]
 
 
 def results_in(world: int, function: Callable[[], Any], folder: Path) -> list[Any]:
     """Returns what a function of a module returns in each of `world` processes."""
     device = torch.get_default_device().type
-    given = world, function, str(folder), device
+    arguments = world, function, str(folder), device
     multiprocessing.set_forkserver_preload(IMPORTED)
-    start_processes(_process, given, nprocs=world, start_method="forkserver")
+    start_processes(_process, arguments, nprocs=world, start_method="forkserver")
     return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world)]
 
 
@@ -62,11 +62,11 @@ def _backend_of(device: str) -> str:
 
 
 def _failures(module: str) -> dict[str, str]:
-    found = {}
+    failures = {}
     for name, check in importlib.import_module(module).CHECKS.items():
-        found[name] = _failure_of(check)
+        failures[name] = _failure_of(check)
         distributed.barrier()
-    return found
+    return failures
 
 
 def _failure_of(check: Callable[[], None]) -> str:

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from zoo.errors import ArgumentError
-from zoo.units import at_least, counted, format_bytes, format_seconds, parse_bytes, shape_text
+from zoo.units import at_least, format_bytes, format_seconds, parse_bytes, plural, shape_text
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_a_number_has_a_shape_to_read() -> None:
 
 
 def test_one_of_a_kind_is_no_plural() -> None:
-    written = [counted(1, "step"), counted(0, "step"), counted(2, "loss")]
+    written = [plural(1, "step"), plural(0, "step"), plural(2, "loss")]
     assert written == ["1 step", "0 steps", "2 losses"]
 
 

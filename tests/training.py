@@ -87,7 +87,7 @@ def train(
     if seed is not None:
         torch.manual_seed(seed)
     optimizer: Any = None
-    found: Record = {}
+    records: Record = {}
     for step in range(steps):
         batch = inputs()
         output = (forward or model)(*batch)
@@ -97,9 +97,9 @@ def train(
         loss = output.float().square().mean()
         loss.backward()
         assert loss.isfinite()
-        found |= everything(model, f"{step} ", batch, output, loss)
+        records |= everything(model, f"{step} ", batch, output, loss)
         optimizer.step()
-    return found | everything(model, "end ")
+    return records | everything(model, "end ")
 
 
 def train_by(
@@ -130,8 +130,8 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         for key, value in vars(part).items()
         if key[0] != "_"
     }
-    found = record(model, (), (), torch.zeros(()), {})
-    tensors = {" ".join(key): frozen(v) for key, v in found.items() if key[0] != "attribute"}
+    recorded = record(model, (), (), torch.zeros(()), {})
+    tensors = {" ".join(key): frozen(v) for key, v in recorded.items() if key[0] != "attribute"}
     return {"attributes": attributes, **tensors}
 
 
@@ -157,33 +157,33 @@ def frozen(value: Any) -> Any:
     return value if value is None or isinstance(value, PLAIN) else type(value).__name__
 
 
-def is_same(found: Tensor, expected: Tensor) -> bool:
+def is_same(actual: Tensor, expected: Tensor) -> bool:
     """Returns whether two tensors agree in every bit, in strides, and in whether they train."""
-    if found.layout is not expected.layout or found.requires_grad is not expected.requires_grad:
+    if actual.layout is not expected.layout or actual.requires_grad is not expected.requires_grad:
         return False
     if expected.is_nested:
-        found, expected = found.detach().to_dense(), expected.detach().to_dense()
-    if expected.layout is torch.strided and found.stride() != expected.stride():
+        actual, expected = actual.detach().to_dense(), expected.detach().to_dense()
+    if expected.layout is torch.strided and actual.stride() != expected.stride():
         return False
-    return same_bits(expected, found)
+    return same_bits(expected, actual)
 
 
-def assert_same(found: Any, expected: Any, where: str = "") -> None:
+def assert_same(actual: Any, expected: Any, where: str = "") -> None:
     """Asserts that two frozen values agree in every bit."""
-    assert type(found) is type(expected), where
+    assert type(actual) is type(expected), where
     if isinstance(expected, Tensor):
-        assert is_same(found, expected), f"{where}: {found} instead of {expected}"
+        assert is_same(actual, expected), f"{where}: {actual} instead of {expected}"
     elif isinstance(expected, dict):
-        assert found.keys() == expected.keys(), f"{where}: {found.keys() ^ expected.keys()}"
+        assert actual.keys() == expected.keys(), f"{where}: {actual.keys() ^ expected.keys()}"
         for key, value in expected.items():
-            assert_same(found[key], value, f"{where}.{key}")
+            assert_same(actual[key], value, f"{where}.{key}")
     elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected), where
+        assert len(actual) == len(expected), where
         for number, value in enumerate(expected):
-            assert_same(found[number], value, f"{where}.{number}")
+            assert_same(actual[number], value, f"{where}.{number}")
     else:
         # a float that is not a number is not itself
-        assert repr(found) == repr(expected) if isinstance(expected, float) else found == expected
+        assert repr(actual) == repr(expected) if isinstance(expected, float) else actual == expected
 
 
 class Counting(TorchFunctionMode):

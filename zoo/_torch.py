@@ -111,13 +111,13 @@ PyTree: TypeAlias = Any
 # arguments of an operator or a module
 Args = tuple[PyTree, ...]
 Kwargs = dict[str, PyTree]
-# what a dispatch mode is called for; one of higher order has neither `_op` nor a schema
+# the operator that a dispatch mode gets; one of higher order has neither `_op` nor a schema
 Operator = OpOverload[..., PyTree]
 
 FAKE_MODE = _TorchDispatchModeKey.FAKE
-# of the mode by which `make_fx` writes a graph, as higher-order operators do of their functions
+# the key of the mode by which `make_fx` and higher-order operators write graphs
 PROXY_MODE = _TorchDispatchModeKey.PROXY
-# of the vmap around a backward of several gradients at once
+# the key of the vmap around a backward of several gradients at once
 VMAP_OF_GRADIENTS: DispatchKey = _private("_C._parse_dispatch_key")("VmapMode")
 # names that torch's own stubs lack
 function_state: Callable[[], object] = _private("_C._get_torch_function_state")
@@ -156,7 +156,7 @@ def _settings_of_several(*names: str) -> dict[str, tuple[Any, Any]]:
     }
 
 
-# of what chooses among kernels, how to read and to write it
+# settings that choose among kernels, by name: how to read and to write each
 CPU_SETTINGS = {
     **_settings(
         "mkldnn_enabled", "mkldnn_deterministic", "cpu_allow_fp16_reduced_precision_reduction",
@@ -180,7 +180,7 @@ CUDA_SETTINGS = {
         "cublas_allow_fp16_reduced_precision_reduction",
         "cublas_allow_bf16_reduced_precision_reduction",
     ),
-    # those of some versions and builds
+    # settings that only some versions and builds have
     **_settings(
         "cudnn_depthwise_kernel", "cublaslt_prefer_grouped_gemm", "sm_carveout_experimental",
         "rocm_fa_preferred_backend", "miopen_immediate",
@@ -198,7 +198,7 @@ if hasattr(torch._C, "_cuda_tunableop_enable"):
     CUDA_SETTINGS["tunableop_tuning"] = (
         torch._C._cuda_tunableop_tuning_is_enabled, torch._C._cuda_tunableop_tuning_enable,
     )  # fmt: skip
-# of how a library computes an operation in float32 ("conv"), or all of them ("all")
+# the precision of a library's operation in float32 ("conv"), or of all of them ("all")
 precision_of: Any = _private("_C._get_fp32_precision_getter")
 set_precision: Any = _private("_C._set_fp32_precision_setter")
 queue_callback: Any = _private("autograd.Variable._execution_engine.queue_callback")
@@ -244,10 +244,9 @@ def watch_hooks_of_saved_tensors(
 ) -> None:
     """Makes torch call these where a program disables the hooks for saved tensors or adds to them.
 
-    torch refuses both where any hooks are set. `before_disable` is called where
-    the hooks are about to be disabled, as `torch.func.grad` does, `after_enable` where they were
-    enabled again; `before_register` with what a saved tensor was packed to that is to have hooks of
-    its own.
+    torch refuses both while any hooks are set. `before_disable` is called before the hooks are
+    disabled, as `torch.func.grad` does, `after_enable` after they were enabled again, and
+    `before_register` with the packed value of a saved tensor that is to have hooks of its own.
     """
     module: Any = torch._C._autograd
     kind = module.SavedTensor
@@ -275,7 +274,7 @@ def watch_hooks_of_saved_tensors(
 
 
 def compile_time() -> Any:
-    """Returns what calls a function of a context while a graph is made; imports the compiler."""
+    """Returns torch's `comptime`, which calls functions while compiling; imports the compiler."""
     from torch._dynamo.comptime import comptime  # noqa: PLC0415
 
     return comptime
@@ -305,7 +304,7 @@ def has_expandable_segments(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def allocator_history(device: torch.device) -> Iterator[list[dict[str, Any]]]:
-    """Yields a list, in the end of what a device's caching allocator did in the block.
+    """Yields a list that has the events of a device's caching allocator when the block has ended.
 
     It stays empty where the allocator keeps no history.
     """
@@ -325,7 +324,7 @@ def allocator_history(device: torch.device) -> Iterator[list[dict[str, Any]]]:
 
 
 class _CompilerStandIn(types.ModuleType):
-    """In the place of `torch._dynamo`: its settings; for anything else it imports the compiler."""
+    """In place of `torch._dynamo`: has its settings, and imports the compiler for anything else."""
 
     def __init__(self) -> None:
         super().__init__("torch._dynamo")
@@ -354,7 +353,7 @@ class _CompilerStandIn(types.ModuleType):
 
 
 class _Sources(types.ModuleType):
-    """In the place of what the compiler calls sources: any name is a class, which is never used."""
+    """In place of the compiler's module of sources: any name is a class, which is never used."""
 
     def __getattr__(self, name: str) -> Any:
         return type(name, (), {"__init__": lambda *_, **__: None, "name": name})
@@ -370,11 +369,11 @@ def leave_out_compiler() -> None:
     _CompilerStandIn()
     make = FakeTensorConverter.from_real_tensor
 
-    def made(self: Any, *args: Any, **others: Any) -> Any:
+    def untraced(self: Any, *args: Any, **others: Any) -> Any:
         # to trace it would import the compiler, too
         return make(self, *args, **others | {"trace": False})
 
-    FakeTensorConverter.from_real_tensor = made  # type: ignore[method-assign]
+    FakeTensorConverter.from_real_tensor = untraced  # type: ignore[method-assign]
 
 
 def compiler_settings() -> Any:
@@ -383,7 +382,7 @@ def compiler_settings() -> Any:
 
 
 def fake_store() -> Any:
-    """Makes a store for a process group of which no other process need be here."""
+    """Makes a store for a process group of simulated ranks."""
     # a module of tests, which imports much
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""What goes wrong at the user's end, by kind.
+"""Errors that a user or a user's environment causes, by kind.
 
 Each error is also the built-in exception that Python or torch would have raised there, so that
 code which catches `ValueError` or `RuntimeError` goes on working.
@@ -17,7 +17,7 @@ LONGEST = 200
 
 
 class ZooError(Exception):
-    """Is the base of every error that `zoo` raises on purpose."""
+    """The base of every error that `zoo` raises on purpose."""
 
 
 class PlanError(ZooError, ValueError):
@@ -27,7 +27,7 @@ class PlanError(ZooError, ValueError):
 class BudgetError(ZooError, ValueError):
     """No plan keeps to a budget; the error has the least that one needs.
 
-    `budget`, `least` and `baseline` (what plain training takes) are bytes, None where unknown.
+    `budget`, `least` and `baseline` (the peak of the baseline) are bytes, None where unknown.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class BudgetError(ZooError, ValueError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C ended a search; the error has what it had found, and nothing else is left.
+    """Ctrl-C ended a search; the error has the results so far.
 
     `found` is a `Frontier` of the best plans so far, where `zoo.plan` or `zoo.frontier` was
     interrupted; of `zoo.largest` and `zoo.max_batch_size` the largest size that is known to fit.
@@ -100,9 +100,9 @@ class VerifyError(ZooError, AssertionError):
     """A verified training was not that of the baseline, or this cannot be told."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """Returns ' Did you mean a, b?' for the names closest to `name`, or '' when none is close."""
-    close = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=3, cutoff=0.5)
+    close = difflib.get_close_matches(name, list(dict.fromkeys(names)), n=3, cutoff=0.5)
     return f" Did you mean {', '.join(close)}?" if close else ""
 
 
@@ -128,11 +128,11 @@ def in_a_line(error: BaseException, longest: int = 10**6) -> str:
 
 
 def needed(module: str, what: str, kind: type[ZooError], extra: str = "compare") -> Any:
-    """Imports a module; an error of this kind says what needs a package that is missing."""
+    """Imports a module; if a package is missing, an error of this kind says what needs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        # one that is there and cannot be imported has an error without a name
+        # the error of a package that is there and cannot be imported has no name
         package = error.name.partition(".")[0] if error.name else f"a package ({error})"
         raise kind(f"{what} needs {package}: pip install 'zoo-checkpoint[{extra}]'") from error
 
@@ -141,7 +141,7 @@ def needed(module: str, what: str, kind: type[ZooError], extra: str = "compare")
 def file_errors_as(
     kind: type[ZooError], path: str | Path, what: str = "written", way_out: str = ""
 ) -> Iterator[None]:
-    """Turns what the system says of a file inside the block into an error of this kind."""
+    """Turns an OSError inside the block into an error of this kind that names the file."""
     try:
         yield
     except OSError as error:

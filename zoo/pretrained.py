@@ -34,8 +34,8 @@ def published(name: str) -> Mapping[str, Tensor]:
             neither a network nor a file of an earlier time.
     """
     if name not in SOURCES:
-        known = ", ".join(SOURCES)
-        raise WeightsError(f"no library publishes weights for {name}; pretrained= takes {known}")
+        names = ", ".join(SOURCES)
+        raise WeightsError(f"no library publishes weights for {name}; pretrained= takes {names}")
     library, theirs = SOURCES[name]
     try:
         module: Any = importlib.import_module(library)

@@ -17,7 +17,7 @@ UNITS = {
     **{unit.lower(): 1000**power for power, unit in enumerate(DECIMAL)},
 }
 SIZES = "bytes as an int, '8GiB' or '8G' (2^30 each), or '8GB' (10^9)"
-# what 64 bits hold, in which allocators count
+# the largest of the 64-bit integers in which allocators count
 LARGEST = 2**63 - 1
 
 
@@ -61,10 +61,10 @@ def shape_text(shape: Iterable[int]) -> str:
     return "×".join(map(str, shape)) or "scalar"
 
 
-def counted(count: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
     """Writes a count and its noun: '1 step', '2 steps', '3 losses'."""
-    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
-    return f"{count} {noun if count == 1 else plural}"
+    many = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{count} {noun if count == 1 else many}"
 
 
 def parse_bytes(value: object, what: str = "size", accepted: str = SIZES) -> int:
@@ -77,9 +77,9 @@ def parse_bytes(value: object, what: str = "size", accepted: str = SIZES) -> int
     """
     count = _bytes(value)
     if count is None:
-        known = ", ".join(dict.fromkeys((*BINARY, *DECIMAL, *PREFIXES)))
+        units = ", ".join(dict.fromkeys((*BINARY, *DECIMAL, *PREFIXES)))
         raise ArgumentError(
-            f"{what}={shortened(value)} is no size; write {accepted}; units are {known}"
+            f"{what}={shortened(value)} is no size; write {accepted}; units are {units}"
         )
     if count <= 0:
         raise ArgumentError(f"{what}={shortened(value)} must be above 0")
@@ -95,12 +95,12 @@ def _bytes(value: object) -> int | None:
     if isinstance(value, Integral) and not isinstance(value, bool):
         return int(value)
     text = value.strip() if isinstance(value, str) else ""
-    found = re.fullmatch(r"(\d+)(\.\d+)?\s*([a-zA-Z]*)", text)
-    unit = (found[3].lower() or "b") if found else ""
-    if not found or unit not in UNITS or (unit == "b" and found[2]):
+    match = re.fullmatch(r"(\d+)(\.\d+)?\s*([a-zA-Z]*)", text)
+    unit = (match[3].lower() or "b") if match else ""
+    if not match or unit not in UNITS or (unit == "b" and match[2]):
         return None
-    # of hundreds of digits a float is infinite
-    return int(min(float(found[1] + (found[2] or "")) * UNITS[unit], 2.0 * LARGEST))
+    # a float of hundreds of digits is infinite
+    return int(min(float(match[1] + (match[2] or "")) * UNITS[unit], 2.0 * LARGEST))
 
 
 def parse_ratio(value: object) -> float | None:
@@ -108,6 +108,6 @@ def parse_ratio(value: object) -> float | None:
     if isinstance(value, Real) and not isinstance(value, bool):
         return float(value)
     text = value.strip() if isinstance(value, str) else ""
-    # of some hundred digits at most, since float() of more is infinite
-    found = re.fullmatch(r"(\d{1,300}\.?\d{0,300}|\.\d{1,300})\s*(%?)", text)
-    return float(found[1]) / (100 if found[2] else 1) if found else None
+    # at most some hundred digits, since a float of more is infinite
+    match = re.fullmatch(r"(\d{1,300}\.?\d{0,300}|\.\d{1,300})\s*(%?)", text)
+    return float(match[1]) / (100 if match[2] else 1) if match else None

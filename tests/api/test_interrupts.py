@@ -36,12 +36,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Interrupt:
                     begun.append(value)
                     if not name and len(begun) == number:
                         raise KeyboardInterrupt
-                if (
-                    attribute == "done"
-                    and value == number
-                    and self.counted
-                    and self.counted == name
-                ):
+                if attribute == "done" and value == number and self.label and self.label == name:
                     raise KeyboardInterrupt
 
         monkeypatch.setattr(progress, "WorkPart", Interrupting)

@@ -1,4 +1,4 @@
-"""What the tests of models share: seeded runs, what they leave and what autograd keeps."""
+"""Helpers of the models' tests: seeded runs, bytes that autograd saves, peaks and blocks."""
 
 import contextlib
 from collections import Counter
@@ -14,28 +14,28 @@ from zoo.profiling.peak_memory import measure_step, trace
 
 
 @contextlib.contextmanager
-def noting_kept():
+def saved_storages():
     """Yields the bytes of each storage that autograd keeps for the backward of the block."""
-    kept = {}
+    sizes = {}
 
     def note(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        yield kept
+        yield sizes
 
 
 def run(model, *shape, training=True):
     """Logits, buffers and gradients by name, and bytes kept for the backward, of a seeded run."""
     torch.manual_seed(1)
     images = torch.randn(*shape, requires_grad=True)
-    with noting_kept() as kept:
+    with saved_storages() as sizes:
         logits = model.train(training)(images)
     inputs = {"images": images, **dict(model.named_parameters())}
     gradients = torch.autograd.grad(logits.pow(2).sum(), inputs.values())
     named = dict(zip(inputs, gradients, strict=True))
-    return {"logits": logits.detach(), **named, **dict(model.named_buffers())}, sum(kept.values())
+    return {"logits": logits.detach(), **named, **dict(model.named_buffers())}, sum(sizes.values())
 
 
 def text():
@@ -46,8 +46,8 @@ def text():
 
 def blocks_of(model, *inputs):
     """The names of the steps of each block, in order."""
-    found, blocks = zoo.chain_of(model, inputs), {}
-    for block, name in zip(found.blocks, found.names, strict=True):
+    steps, blocks = zoo.chain_of(model, inputs), {}
+    for block, name in zip(steps.blocks, steps.names, strict=True):
         blocks.setdefault(block, []).append(name)
     return list(blocks.values())
 
@@ -61,7 +61,7 @@ def peaks(model):
         return step.peak, trace(lambda: model.eval()(images)).peak
 
 
-class _MapsMade(TorchDispatchMode):
+class _MapKernels(TorchDispatchMode):
     """Counts the kernels that return maps, of 4 axes, in memory that they were not given."""
 
     def __init__(self):
@@ -69,21 +69,21 @@ class _MapsMade(TorchDispatchMode):
         self.kernels = Counter()
 
     def __torch_dispatch__(self, kernel, types, args=(), kwargs=None):
-        given = {_storage(value) for value in tree_leaves((args, kwargs)) if torch.is_tensor(value)}
+        arguments = {_storage(x) for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)}
         returned = kernel(*args, **(kwargs or {}))
         maps = [value for value in tree_leaves(returned) if torch.is_tensor(value)]
-        if any(value.ndim == 4 and _storage(value) not in given for value in maps):
+        if any(value.ndim == 4 and _storage(value) not in arguments for value in maps):
             name = kernel.overloadpacket.__name__
-            kind = next((one for one in ("convolution", "norm", "pool") if one in name), name)
+            kind = next((kind for kind in ("convolution", "norm", "pool") if kind in name), name)
             self.kernels[kind] += 1
         return returned
 
 
 def maps_made(model, images):
     """How many kernels of each kind make maps in a forward; the others write in place."""
-    with _MapsMade() as made:
+    with _MapKernels() as mode:
         model(images)
-    return dict(made.kernels)
+    return dict(mode.kernels)
 
 
 def _storage(tensor):

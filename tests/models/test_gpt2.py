@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zoo
-from tests.models.runs import blocks_of, language_step_peak, noting_kept, text
+from tests.models.runs import blocks_of, language_step_peak, saved_storages, text
 from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.errors import ArgumentError, InputError, WeightsError
 from zoo.models.gpt2 import GPT2
@@ -46,7 +46,7 @@ def hugging_face(drop_rate=0.0, activation="gelu_pytorch_tanh"):
 def run(model, call):
     """Result, gradients by our names and bytes kept for the backward of one seeded run."""
     torch.manual_seed(1)
-    with noting_kept() as kept:
+    with saved_storages() as kept:
         result = call(model)
     names, parameters = zip(*model.named_parameters(), strict=True)
     gradients = torch.autograd.grad(result.pow(2).mean(), parameters)

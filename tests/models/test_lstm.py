@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zoo
-from tests.models.runs import blocks_of, language_step_peak, noting_kept
+from tests.models.runs import blocks_of, language_step_peak, saved_storages
 from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.errors import ArgumentError, InputError
 
@@ -72,7 +72,7 @@ def gradients(model):
 
 def kept(model, call):
     """The bytes of each storage that autograd keeps for the backward of a call."""
-    with noting_kept() as found:
+    with saved_storages() as found:
         result = call()
     for parameter in model.parameters():
         found.pop(parameter.untyped_storage().data_ptr(), None)

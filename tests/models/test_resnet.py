@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zoo
-from tests.models.runs import maps_made, noting_kept, peaks, run, shake
+from tests.models.runs import maps_made, peaks, run, saved_storages, shake
 from tests.training import assert_same
 from zoo.errors import ArgumentError, InputError, WeightsError
 from zoo.models.preactivation_resnet import (
@@ -251,7 +251,7 @@ def train_once(model, forward):
     """Logits and gradients, and the bytes kept for the backward, of one seeded run."""
     torch.manual_seed(1)
     images = torch.randn(3, 3, 9, 12, requires_grad=True)
-    with noting_kept() as kept:
+    with saved_storages() as kept:
         logits = forward(images)
     gradients = torch.autograd.grad(logits.pow(2).sum(), [images, *model.parameters()])
     return [logits, *gradients], sum(kept.values())

@@ -71,7 +71,7 @@ def test_a_cast_that_is_cached_is_made_once_and_goes_when_the_forward_ends() -> 
     found = simulate(Plan.keep_all(4), casting)
     # beside the cast storages 0 and 1 are saved, 2 is the state and 3 is made
     assert (found.moment.phase, found.moment.step, found.peak) == (FORWARD, 3, 1000 + 40)
-    assert found.turns == simulate(Plan.keep_all(4), plain).turns
+    assert found.backward_peaks == simulate(Plan.keep_all(4), plain).backward_peaks
     # a recomputation makes it anew
     nested = simulate(Plan(((0, 1, 2, 3),)), casting).moment
     assert (nested.phase, nested.kept, nested.work) == (RECOMPUTE, 0, 1010)
@@ -87,7 +87,9 @@ def test_a_segment_holds_a_cast_that_an_earlier_one_made() -> None:
         casts=(cast, frozenset(), cast, frozenset()),
     )
     plan = Plan(((0,), 1, (2,), 3))
-    more = zip(simulate(plan, casting).turns, simulate(plan, plain).turns, strict=True)
+    more = zip(
+        simulate(plan, casting).backward_peaks, simulate(plan, plain).backward_peaks, strict=True
+    )
     # segment (2,) does not make it again; segment (0,) does
     assert [turn - other for turn, other in more] == [1000, 0, 1000, 1000]
 
@@ -98,17 +100,25 @@ def test_a_segment_copies_what_it_reads_and_does_not_make() -> None:
     plan = Plan((0, (1, 2), 3))
     found, other = simulate(plan, replace(plain, copied=copied)), simulate(plan, plain)
     size = plain.bytes_of(plain.live[1])
-    assert [a - b for a, b in zip(found.turns, other.turns, strict=True)] == [0, size, size]
+    assert [a - b for a, b in zip(found.backward_peaks, other.backward_peaks, strict=True)] == [
+        0,
+        size,
+        size,
+    ]
 
 
 def test_a_segment_keeps_what_no_recomputation_makes() -> None:
     plain = uniform(4)
     kept = tuple(plain.live[step + 1] for step in range(4))
     plan = Plan((0, (1, 2), 3))
-    found, other = simulate(plan, replace(plain, kept=kept)), simulate(plan, plain)
+    found, other = simulate(plan, replace(plain, never_recomputed=kept)), simulate(plan, plain)
     size = plain.bytes_of(plain.live[2])
     # step 3 has state 3 anyway, and not state 2; the segment makes that again, and not state 3
-    assert [a - b for a, b in zip(found.turns, other.turns, strict=True)] == [0, size, size]
+    assert [a - b for a, b in zip(found.backward_peaks, other.backward_peaks, strict=True)] == [
+        0,
+        size,
+        size,
+    ]
 
 
 def test_a_recomputation_is_named_where_it_takes_the_most() -> None:
@@ -121,9 +131,9 @@ def test_what_was_returned_is_recomputed_too() -> None:
     # step 0 makes storage 1, which step 3 returns beside its own
     twice = tuple(live | {0} if state else live for state, live in enumerate(uniform(4).live))
     costs = replace(uniform(4), live=twice, saved=(frozenset(),) * 4)
-    held = simulate(Plan(((0, 1), 2, 3)), replace(costs, returned=costs.live[-1])).turns[0]
+    held = simulate(Plan(((0, 1), 2, 3)), replace(costs, returned=costs.live[-1])).backward_peaks[0]
     # 0 and 3 for the caller, recomputed 0 and 1: 1 is still being made, and a gradient
-    assert held == simulate(Plan(((0, 1), 2, 3)), costs).turns[0] + 20
+    assert held == simulate(Plan(((0, 1), 2, 3)), costs).backward_peaks[0] + 20
 
 
 def reading(costs: StepCosts) -> StepCosts:
@@ -143,13 +153,16 @@ def test_a_segment_holds_what_it_reads_of_a_state() -> None:
     plan = Plan((0, 1, (2, 3), 4, 5))
     # saved in turn 2: storage 0 by step 1, storage 1 by the segment, and again by step 2
     found, other = simulate(plan, known), simulate(plan, whole)
-    assert (found.turns[2], other.turns[2]) == (10 + 10 + 10 + 20, 10 + 10 + 10 + 20)
+    assert (found.backward_peaks[2], other.backward_peaks[2]) == (
+        10 + 10 + 10 + 20,
+        10 + 10 + 10 + 20,
+    )
     plan = Plan(((0, 1), (2, 3), 4, 5))
     found, other = simulate(plan, known), simulate(plan, whole)
     # here nothing but the second segment would hold storage 0
-    assert other.turns[1] - found.turns[1] == 10
+    assert other.backward_peaks[1] - found.backward_peaks[1] == 10
     # the forward has it all the same, and the first segment makes it for step 1
-    assert other.turns[0] == found.turns[0]
+    assert other.backward_peaks[0] == found.backward_peaks[0]
 
 
 def test_a_recomputation_runs_what_somebody_needs() -> None:
@@ -167,7 +180,7 @@ def test_a_recomputation_runs_what_somebody_needs() -> None:
     nobody = replace(reading(uniform(4, flops=7)), saved=(frozenset(),) * 4)
     assert simulate(Plan(((0, 1, 2, 3),)), nobody).recomputed_flops == 0
     # a segment of such steps holds nothing, since it needs none of its inputs
-    assert simulate(Plan((0, (1, 2), 3)), nobody).turns[1] == 20
+    assert simulate(Plan((0, (1, 2), 3)), nobody).backward_peaks[1] == 20
 
 
 def test_a_step_that_writes_what_a_later_one_needs_is_run() -> None:
@@ -205,10 +218,20 @@ def test_an_inner_segment_lets_go_of_what_it_starts_from_when_it_is_recomputed()
 def test_a_backward_lets_go_of_inputs_that_nobody_else_holds() -> None:
     costs = replace(uniform(4), backward=(30,) * 4, backward_alone=(20,) * 4)
     found, other = simulate(Plan.keep_all(4), costs), simulate(Plan.keep_all(4), uniform(4))
-    assert [a - b for a, b in zip(found.turns, other.turns, strict=True)] == [20, 10, 10, 10]
+    assert [a - b for a, b in zip(found.backward_peaks, other.backward_peaks, strict=True)] == [
+        20,
+        10,
+        10,
+        10,
+    ]
     # step 0 saves nothing; the segment around step 2 holds what it saves
     found = simulate(Plan((0, 1, (2,), 3)), costs)
-    assert [a - b for a, b in zip(found.turns, other.turns, strict=True)] == [20, 10, 20, 10]
+    assert [a - b for a, b in zip(found.backward_peaks, other.backward_peaks, strict=True)] == [
+        20,
+        10,
+        20,
+        10,
+    ]
 
 
 def test_a_segment_is_recomputed_when_the_first_of_what_it_saved_is_opened() -> None:

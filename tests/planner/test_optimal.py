@@ -29,7 +29,7 @@ from zoo.planner.search_space import (
     default_cuts,
     search_spaces,
 )
-from zoo.profiling.log_profile import Profile
+from zoo.profiling.step_profile import Profile
 
 
 @functools.cache

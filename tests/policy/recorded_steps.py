@@ -101,12 +101,12 @@ def _planner(name: str) -> Any:
     import torch  # noqa: PLC0415
 
     from zoo.api.plan import planner_for  # noqa: PLC0415
-    from zoo.profiling import log_profile  # noqa: PLC0415
+    from zoo.profiling import step_profile  # noqa: PLC0415
 
     def recorded(specs: Any, *_: Any, **__: Any) -> list[Any]:
         return [spec and _costs(spec, MODELS[name]["workspaces"]) for spec in specs]
 
-    log_profile.measure_kernels = recorded
+    step_profile.measure_kernels = recorded
     build, inputs, loss, make = _setups()[name]
     with torch.device("meta"):
         model = build()

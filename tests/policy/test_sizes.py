@@ -21,7 +21,7 @@ from zoo._torch import FakeTensorMode
 from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.errors import BudgetError, PlanError
 from zoo.invocation import InputSpec, Invocation
-from zoo.profiling import isolation, log_profile
+from zoo.profiling import isolation, step_profile
 from zoo.profiling.peak_memory import measure_step
 from zoo.tracing.plan_cache import PlanCache
 from zoo.units import exact_bytes
@@ -62,7 +62,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, name, counted)
 
     count(isolation, "in_fork")
-    count(log_profile, "measure_kernels")
+    count(step_profile, "measure_kernels")
     return done
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from tests.profiling import cuda_runtime, saved_on_cuda
 from zoo.profiling.caching_allocator import (
-    ALONE,
     CUBLAS_WORKSPACE,
     MIB,
+    OWN_SEGMENT,
     SMALL,
     in_blocks,
     rounding_of,
@@ -40,11 +40,22 @@ torch.cuda.init()
 def test_a_block_counts_with_the_rest_that_is_not_split_off() -> None:
     """Exactly where it has a segment of its own; of shared segments with a 64th more."""
     draw = random.Random(5)
-    edges = (1, 512, 513, MIB - 511, MIB, MIB + 1, ALONE - 512, ALONE, ALONE + 512, 21 * MIB)
+    edges = (
+        1,
+        512,
+        513,
+        MIB - 511,
+        MIB,
+        MIB + 1,
+        OWN_SEGMENT - 512,
+        OWN_SEGMENT,
+        OWN_SEGMENT + 512,
+        21 * MIB,
+    )
     sizes = [*edges, *(int(2 ** draw.uniform(9, 28)) for _ in range(300))]
     found = cuda_runtime.run(f"{ALLOCATED}\nprint(json.dumps([*map(allocated, {sizes})]))")
     for size, taken in zip(sizes, found, strict=True):
-        if in_blocks(size) <= SMALL or in_blocks(size) >= ALONE:
+        if in_blocks(size) <= SMALL or in_blocks(size) >= OWN_SEGMENT:
             assert with_rests(size) == taken
         else:
             assert with_rests(size) == taken + in_blocks(taken // 64)

@@ -20,9 +20,9 @@ import zoo
 from tests.training import Residuals, images
 from zoo._torch import FakeTensorMode
 from zoo.profiling import kept_interrupts
-from zoo.profiling.kept_interrupts import kept, take_interrupt
+from zoo.profiling.event_recorder import EventRecorder
+from zoo.profiling.kept_interrupts import interrupts_kept, take_interrupt
 from zoo.profiling.progress import shown
-from zoo.profiling.step_logger import StepLogger
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,7 @@ def test_an_interrupt_that_is_discarded_is_raised_again(
 def test_what_an_interrupt_has_begun_is_not_interrupted_again() -> None:
     ended = []
 
-    @kept()
+    @interrupts_kept()
     def cleans_up() -> None:
         try:
             press()
@@ -113,7 +113,7 @@ def test_what_an_interrupt_has_begun_is_not_interrupted_again() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         cleans_up()
-    with kept():
+    with interrupts_kept():
         try:
             press()
         except KeyboardInterrupt:
@@ -126,7 +126,7 @@ def test_what_an_interrupt_has_begun_is_not_interrupted_again() -> None:
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
 def test_another_handler_stays(handler: Any) -> None:
     signal.signal(signal.SIGINT, handler)
-    with kept():
+    with interrupts_kept():
         assert signal.getsignal(signal.SIGINT) is handler
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -146,7 +146,7 @@ def test_an_interrupt_at_any_line_of_the_block_itself_leaves_no_handler() -> Non
 
         sys.settrace(at_call)
         try:
-            with kept():
+            with interrupts_kept():
                 pass
         finally:
             sys.settrace(None)
@@ -160,7 +160,7 @@ def test_an_interrupt_at_any_line_of_the_block_itself_leaves_no_handler() -> Non
         except KeyboardInterrupt:
             pass
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        assert not kept_interrupts._kept
+        assert not kept_interrupts._handlers
     assert 15 < places < 99
 
 
@@ -168,7 +168,7 @@ def test_a_handler_that_the_block_sets_stays() -> None:
     def own(*_: Any) -> None:
         pass
 
-    with kept():
+    with interrupts_kept():
         signal.signal(signal.SIGINT, own)
     assert signal.getsignal(signal.SIGINT) is own
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -235,13 +235,13 @@ def asks() -> None:
     """Autograd asks a fake tensor for its device in C++ code that is `noexcept`."""
     with FakeTensorMode():
         leaf = torch.ones(3, requires_grad=True)
-    with kept():
+    with interrupts_kept():
         torch.mul(leaf, 2)
 
 
 def sets_modes() -> None:
     """A C++ destructor sets the mode below which an operator is decomposed."""
-    with kept(), FakeTensorMode(), torch.profiler.record_function("decomposed"):
+    with interrupts_kept(), FakeTensorMode(), torch.profiler.record_function("decomposed"):
         pass
 
 
@@ -265,7 +265,7 @@ def test_an_interrupt_where_no_exception_can_pass_ends_the_block(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_as_a_tensor_is_freed_ends_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zoo.profiling.isolation.can_fork", lambda: False)
-    free: Any = StepLogger._free
+    free: Any = EventRecorder._free
     seen: list[Any] = []
 
     @functools.wraps(free)
@@ -275,7 +275,7 @@ def test_an_interrupt_as_a_tensor_is_freed_ends_a_plan(monkeypatch: pytest.Monke
             press()
         free(self, *given)
 
-    monkeypatch.setattr(StepLogger, "_free", pressed)
+    monkeypatch.setattr(EventRecorder, "_free", pressed)
     with pytest.raises(KeyboardInterrupt):
         plan()
     assert seen

@@ -76,7 +76,7 @@ def test_a_state_of_an_expanded_tensor_is_measured() -> None:
 def test_each_kind_of_kernel_runs_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Any] = []
     real = kernels._run_between_marks
-    monkeypatch.setattr(kernels, "_known", {})
+    monkeypatch.setattr(kernels, "_measured", {})
     monkeypatch.setattr(kernels, "_run_between_marks", lambda spec: runs.append(spec) or real(spec))
 
     layers = [part for _ in range(20) for part in (nn.Linear(6, 6), torch.tanh)]
@@ -148,7 +148,7 @@ def test_writing_kernels_write_nothing_of_the_model_s() -> None:
 
 
 def test_a_full_table_forgets_nothing_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_known", {})
+    monkeypatch.setattr(kernels, "_measured", {})
     monkeypatch.setattr(kernels, "MOST_KNOWN", 1)
     specs = [spec(RELU, torch.rand(4)), spec(torch.ops.aten.tanh.default, torch.rand(4))]
     measure_kernels(specs[:1], CPU)

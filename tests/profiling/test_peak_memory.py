@@ -213,7 +213,7 @@ def test_one_inside_of_another_is_refused():
 @needs_numpy
 def test_a_plan_that_is_made_inside_is_refused_and_not_a_wrong_number(monkeypatch):
     """Its kernels are measured by the same profiler."""
-    monkeypatch.setattr("zoo.profiling.kernel_costs._known", {})
+    monkeypatch.setattr("zoo.profiling.kernel_costs._measured", {})
     model = zoo.checkpoint(Residuals(), memory_budget=1.0)
     with spending(), pytest.raises(ArgumentError, match="run that step before"):
         model(images())

@@ -9,7 +9,7 @@ from tests.profiling.models import profile as made
 from tests.profiling.test_kernel_costs import Median
 from tests.training import Residuals, images
 from zoo.profiling.kernel_costs import KernelCosts
-from zoo.profiling.log_profile import Profile
+from zoo.profiling.step_profile import Profile
 from zoo.sizing.size_estimate import SizeEstimates, extrapolated, input_sizes, plan_policy
 
 
@@ -42,7 +42,7 @@ def test_a_size_that_takes_long_is_extrapolated_from_one_that_takes_less(
     sizes: list[int] = []
 
     def kernels(found: Profile) -> Sequence[KernelCosts]:
-        sizes.append(found.log.sizes[0] // images(1, 4, 8).nbytes)
+        sizes.append(found.events.sizes[0] // images(1, 4, 8).nbytes)
         return [KernelCosts(seconds * sizes[-1] / len(found.specs), 0) for _ in found.specs]
 
     monkeypatch.setattr(Profile, "kernels", kernels)

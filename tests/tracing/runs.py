@@ -16,17 +16,17 @@ from zoo.invocation import Invocation
 from zoo.tracing.tracer import Graph, Tracer
 
 
-def traced(model: nn.Module, given: Invocation) -> Graph:
-    """Returns the graph of a forward for real."""
+def traced(model: nn.Module, invocation: Invocation) -> Graph:
+    """Returns the graph of a forward on real tensors."""
     tracer = Tracer(model)
     with tracer:
-        given.on(model)
+        invocation.on(model)
     tracer.note_end_of_model()
     return tracer.graph
 
 
 class InPlace(nn.Module):
-    """Writes views in place, and what it has made before."""
+    """Writes views and earlier results in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,9 +68,9 @@ class Exp(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, given: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (result,) = ctx.saved_tensors
-        return given * result
+        return gradient * result
 
 
 class Custom(nn.Module):
@@ -87,7 +87,7 @@ class Custom(nn.Module):
 
 
 class Deciding(nn.Module):
-    """Does what the numbers say."""
+    """Branches by the values of its activations."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -112,7 +112,7 @@ def test_the_mode_of_each_module_is_part_of_what_a_plan_is_for() -> None:
     patched = patched_forward(model)
     assert patched is not None
     assert len(patched.cache.kinds) == 3
-    assert not any(kind.strayed for kind in patched.cache.kinds.values())
+    assert not any(kind.took_no_branch for kind in patched.cache.kinds.values())
     assert plans[0] == plans[-1]
 
 

@@ -18,8 +18,8 @@ import zoo
 from tests.tracing.runs import Deciding, traced
 from zoo.errors import ArgumentError
 from zoo.invocation import Invocation
-from zoo.planner.step_log import Allocated, Gradient, KernelRun
-from zoo.profiling.isolation import Failed
+from zoo.planner.step_events import Allocated, Gradient, KernelRun
+from zoo.profiling.isolation import FailedCall
 from zoo.tracing import isolated_trace
 from zoo.tracing.isolated_trace import StepTrace, step_trace_of
 from zoo.tracing.tracer import Graph
@@ -249,7 +249,7 @@ class OnAGraph(nn.Module):
 
 def test_tensors_without_strides_are_logged() -> None:
     trace = step_trace_of(OnAGraph(), Invocation((torch.empty(4, 6, device="meta"),)))
-    gradients = [e for run in trace.log.backward for e in run.events if isinstance(e, Gradient)]
+    gradients = [e for run in trace.events.backward for e in run.events if isinstance(e, Gradient)]
     assert len(gradients) == 2
 
 
@@ -367,12 +367,12 @@ class Collecting(nn.Module):
 def test_the_backward_of_what_depends_on_numbers_is_logged() -> None:
     trace = step_trace_of(Collecting(), Invocation((torch.rand(4, 6),)))
     assert "aten.masked_select.default" in trace.graph.operators
-    gradients = [e for run in trace.log.backward for e in run.events if isinstance(e, Gradient)]
+    gradients = [e for run in trace.events.backward for e in run.events if isinstance(e, Gradient)]
     assert len(gradients) == 2
 
 
 def test_an_answer_that_cannot_be_sent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    raised = Failed("PicklingError: no such answer")
+    raised = FailedCall("PicklingError: no such answer")
     monkeypatch.setattr("zoo.profiling.isolation.in_fork", lambda _: raised)
     with pytest.raises(ArgumentError, match=r"Linear cannot be traced ahead \(PicklingError: no"):
         zoo.plan(nn.Linear(3, 3), torch.rand(2, 3), max_overhead=0.5)
@@ -391,7 +391,7 @@ def test_a_shift_makes_a_tensor_of_its_own() -> None:
     trace = step_trace_of(Shifts(), Invocation.of(x))
     shifts = [call.index for call in trace.graph.calls if "shift" in call.operator]
     assert len(shifts) == 2
-    of_shifts = [event for operator, event in trace.log.forward if operator in shifts]
+    of_shifts = [event for operator, event in trace.events.forward if operator in shifts]
     assert sum(isinstance(event, Allocated) for event in of_shifts) == 2
     assert not any(event.writes for event in of_shifts if isinstance(event, KernelRun))
 

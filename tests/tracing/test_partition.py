@@ -25,9 +25,9 @@ from zoo.loss import own_loss
 from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.optimal import least
 from zoo.planner.plan import Plan
-from zoo.planner.step_log import KernelRun
-from zoo.profiling.log_profile import Outline, Profile
+from zoo.planner.step_events import KernelRun
 from zoo.profiling.peak_memory import trace
+from zoo.profiling.step_profile import Outline, Profile
 from zoo.tracing.isolated_trace import step_trace_of
 from zoo.tracing.partition import block_paths, partition, paths_of
 from zoo.tracing.tracer import Tracer
@@ -68,8 +68,8 @@ def test_steps_begin_where_no_kernel_writes_what_the_one_before_touched(name: st
     steps = cut(model, given)
     assert steps.cuts[0] == 0
     assert list(steps.cuts) == sorted(set(steps.cuts))
-    assert steps.log is not None
-    kernels = [(at, event) for at, event in steps.log.forward if isinstance(event, KernelRun)]
+    assert steps.events is not None
+    kernels = [(at, event) for at, event in steps.events.forward if isinstance(event, KernelRun)]
     for (_, before), (at, kernel) in itertools.pairwise(kernels):
         assert at not in steps.cuts[1:] or kernel.writes.isdisjoint(before.reads)
 
@@ -269,7 +269,7 @@ def test_what_no_step_reads_again_is_held_and_in_no_state() -> None:
     def sizes(depth: int) -> int:
         model = AllStates(depth)
         costs = Profile(model, cut(model, Invocation.of(torch.rand(2, 8)))).costs()
-        assert len(costs.live[-1] | costs.held[-1]) == depth
+        assert len(costs.live[-1] | costs.forward_only[-1]) == depth
         return max(map(len, costs.live[:-1]))
 
     assert sizes(8) == sizes(4)

@@ -16,7 +16,7 @@ from zoo.api.checkpoint import outline_of
 from zoo.errors import ArgumentError
 from zoo.invocation import Invocation
 from zoo.planner.plan import Plan
-from zoo.policy.budget import STREAM, BudgetPlanner
+from zoo.policy.budget import STREAM, StepPlanner
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.tracing.isolated_trace import TraceError
 from zoo.tracing.planned_forward import patched_forward
@@ -61,11 +61,11 @@ def test_a_plan_for_keyword_arguments_keeps_to_its_budget_and_leaves_the_model()
 
 
 @functools.cache
-def said() -> BudgetPlanner:
+def said() -> StepPlanner:
     given = Invocation.of(named("meta"))
     with torch.enable_grad():
         steps = outline_of(Said(), given)
-        return BudgetPlanner(Said(), steps, given.tensors, optimizer=torch.optim.SGD).measured()
+        return StepPlanner(Said(), steps, given.tensors, optimizer=torch.optim.SGD).measured()
 
 
 @pytest.mark.parametrize(

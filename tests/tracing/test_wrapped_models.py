@@ -12,7 +12,7 @@ import zoo
 from tests.training import real_peak
 from zoo.api.plan import planner_for
 from zoo.models.densenet import DenseNet
-from zoo.policy.budget import BudgetPlanner
+from zoo.policy.budget import StepPlanner
 
 pytestmark = pytest.mark.usefixtures("without_fork")
 
@@ -54,7 +54,7 @@ def mean_of(outputs: Any) -> Tensor:
     return found.float().mean()  # type: ignore[no-any-return]
 
 
-def planned(model: nn.Module, inputs: Any, **options: Any) -> BudgetPlanner:
+def planned(model: nn.Module, inputs: Any, **options: Any) -> StepPlanner:
     make: Any = torch.optim.SGD
     return planner_for(model, inputs, loss=mean_of, optimizer=make, **options)
 

@@ -11,15 +11,15 @@ from zoo.invocation import Inputs, Invocation, check_loss, check_module, check_s
 from zoo.loss import Loss
 from zoo.planner.plan import Plan
 from zoo.policy.budget import Budget, Overhead, outputs_held
-from zoo.policy.options import Checkpoint, CountedStep, option_for
-from zoo.profiling.log_profile import Outline
+from zoo.policy.options import Checkpoint, StepSettings, option_for
 from zoo.profiling.optimizer_memory import OptimizerOption
 from zoo.profiling.progress import shown
+from zoo.profiling.step_profile import Outline
 from zoo.tracing.forward_patch import Patch
 from zoo.tracing.isolated_trace import step_trace_of
 from zoo.tracing.partition import check_switches, partition, paths_of
 from zoo.tracing.planned_forward import PatchedForward, named_steps, patched_forward
-from zoo.units import counted
+from zoo.units import plural
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -91,9 +91,9 @@ def checkpoint(
         checkpoint = True if memory_budget is None and max_overhead is None else "auto"
     check_module(model, "zoo.checkpoint")
     check_loss(loss)
-    counted = CountedStep(optimizer, loss, accumulates, outputs_held(holds_outputs, loss))
-    is_said = holds_outputs is not None or counted != CountedStep()
-    step = counted.for_model(model) if is_said else None
+    settings = StepSettings(optimizer, loss, accumulates, outputs_held(holds_outputs, loss))
+    has_settings = holds_outputs is not None or settings != StepSettings()
+    step = settings.for_model(model) if has_settings else None
     option = option_for(checkpoint, memory_budget, max_overhead, step)
     if hasattr(model, "_orig_mod"):
         raise ArgumentError(
@@ -167,7 +167,7 @@ class ModelSteps:
 
     def __str__(self) -> str:
         rows = zip(self.blocks, self.names, strict=True)
-        steps, blocks = counted(len(self.names), "step"), counted(len(set(self.blocks)), "block")
+        steps, blocks = plural(len(self.names), "step"), plural(len(set(self.blocks)), "block")
         lines = (f"{block:>4}  {name}" for block, name in rows)
         return "\n".join([f"{steps} in {blocks}", *lines])
 
@@ -190,7 +190,7 @@ def chain_of(model: nn.Module, inputs: Inputs, *, steps: Sequence[str] | None = 
 
 def outline_of(
     model: nn.Module,
-    given: Invocation,
+    invocation: Invocation,
     loss: Loss | None = None,
     patterns: Sequence[str] | None = None,
 ) -> Outline:
@@ -204,7 +204,7 @@ def outline_of(
     """
     patterns = named_steps(model) if patterns is None else patterns
     blocks = paths_of(model, patterns)
-    return partition(model, step_trace_of(model, given, loss, blocks), blocks)
+    return partition(model, step_trace_of(model, invocation, loss, blocks), blocks)
 
 
 def _names(steps: Any) -> tuple[str, ...] | None:

@@ -15,8 +15,8 @@ from zoo.invocation import Inputs, Invocation, check_step, title_of
 from zoo.loss import Loss, nothing_trained
 from zoo.policy.budget import (
     Budget,
-    BudgetPlanner,
     Overhead,
+    StepPlanner,
     check_gathered,
     optimal_planner,
     outputs_held,
@@ -136,15 +136,15 @@ def planner_for(
     loss: Loss | None = None,
     measured: bool = True,
     **options: Any,
-) -> BudgetPlanner:
-    """Traces a model for these inputs; options are those of `BudgetPlanner`.
+) -> StepPlanner:
+    """Traces a model for these inputs; options are those of `StepPlanner`.
 
     `measured` runs its kernels where their device is here.
     """
     check_step(model, "planning", loss)
     check_gathered(model)
     if isinstance(optimizer, OptimizerBytes):
-        options |= {"counted": optimizer}
+        options |= {"counted_optimizer": optimizer}
     else:
         options |= {"optimizer": maker_of(optimizer, model)}
     invocation = Invocation.of(inputs)
@@ -153,7 +153,7 @@ def planner_for(
         torch.enable_grad(),
         shown(title_of(model, tuple(invocation.tensors))),
     ):
-        planner = BudgetPlanner(
+        planner = StepPlanner(
             model, outline_of(model, invocation, loss), invocation.tensors, **options
         )
         if not planner.profile.is_trained:

@@ -35,13 +35,7 @@ from zoo.invocation import Inputs, Invocation, check_step, device_of
 from zoo.layers.module_hooks import is_hooked
 from zoo.loss import Loss
 from zoo.planner.plan import Plan
-from zoo.policy.budget import (
-    Budget,
-    BudgetPlanner,
-    Overhead,
-    only_in_backward,
-    parse_bounds,
-)
+from zoo.policy.budget import Budget, Overhead, StepPlanner, only_in_backward, parse_bounds
 from zoo.policy.plan_report import PlanReport, peak_table
 from zoo.profiling.optimizer_memory import OptimizerOption
 from zoo.profiling.progress import each, shown
@@ -218,7 +212,7 @@ def plan_rank(
 class _Rank:
     """Rank 0, on which a step is tracked by one plan after another."""
 
-    def __init__(self, step: CopiedStep, planner: BudgetPlanner, buckets: int) -> None:
+    def __init__(self, step: CopiedStep, planner: StepPlanner, buckets: int) -> None:
         self.step, self.planner = step, planner
         # bytes of no tensor, the same by all plans
         self.beside = {
@@ -286,13 +280,13 @@ def _spreading(strategy: Any) -> tuple[str, Callable[[nn.Module], object] | None
     if callable(strategy):
         return getattr(strategy, "__name__", type(strategy).__name__), strategy
     if not isinstance(strategy, str) or strategy not in STRATEGIES:
-        known = " nor ".join(map(repr, STRATEGIES))
-        raise ArgumentError(f"strategy={strategy!r} is neither {known} nor a function of the model")
+        names = " nor ".join(map(repr, STRATEGIES))
+        raise ArgumentError(f"strategy={strategy!r} is neither {names} nor a function of the model")
     return strategy, STRATEGIES[strategy]
 
 
 def _shard(model: nn.Module) -> None:
-    """Shards each block and then what is left, by FSDP2."""
+    """Shards each block and then the other parameters, by FSDP2."""
     # imported late because it takes a second that `import zoo` does not need
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415

@@ -1,7 +1,7 @@
 """`zoo.track` and `zoo.anatomy`: where the memory of a training step goes, with and without a plan.
 
 An anatomy trains a copy of the model: a real one, or one of fake tensors, which have sizes and no
-memory, so that a step is tracked that would fit nowhere; kernel workspaces are not in that.
+memory, so that a step larger than any memory can be tracked, without kernel workspaces.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from zoo.invocation import Inputs, Invocation, check_step, fake_at
 from zoo.loss import Loss, checked_loss, nothing_trained, own_loss, with_loss_errors
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
-from zoo.policy.budget import BudgetPlanner
+from zoo.policy.budget import StepPlanner
 from zoo.policy.options import Checkpoint, option_for, plan_or_option
 from zoo.profiling.cudnn_recurrent import flattened
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.memory_tracker import Tracker
-from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerOption, made_by, maker_of
+from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerOption, maker_of, optimizer_from
 from zoo.profiling.peak_memory import measure_step
 from zoo.profiling.progress import each, shown
 from zoo.profiling.tensor_spec import tensors_in
@@ -54,8 +54,8 @@ def track(
             optimizer.step()
         print(timeline)
 
-    The timeline is filled when the block ends, also by an exception. As a decorator, its latest one
-    is the `timeline` of what `track` returned. Works for real tensors on any device and for fake
+    The timeline is filled when the block ends, also by an exception. Of a decorator the attribute
+    `timeline` is the latest one. Works for real tensors on any device and for fake
     ones; changes no number and leaves nothing behind. On a device whose allocator reserves memory
     `timeline.reserved_peak` tells how much at most, for which torch's peak counters are reset.
 
@@ -77,7 +77,7 @@ def track(
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The timelines of one training step without a plan, and with one where there is one."""
+    """The timelines of one training step: of the baseline, and with the plan if there is one."""
 
     baseline: Timeline
     planned: Timeline | None = None
@@ -135,7 +135,7 @@ def anatomy(
             f"device={device!r} is neither None nor 'meta'; the step runs where the model is"
         )
     invocation = Invocation.of(inputs)
-    plan = _decided(model, invocation, checkpoint)
+    plan = _plan_of_option(model, invocation, checkpoint)
     on_meta = any(tensor.is_meta for tensor in (*invocation.tensors, *model.parameters()))
     options: Any = {"fake": device == "meta" or on_meta, "in_backward": optimizer_in_backward}
     with random_state_restored():
@@ -146,7 +146,7 @@ def anatomy(
     return Anatomy(baseline, planned[0] if planned else None, by_plan)
 
 
-def _decided(
+def _plan_of_option(
     model: nn.Module, inputs: Invocation, checkpoint: Checkpoint | None
 ) -> Plan | str | None:
     """Decides the plan without running a step; "blocks" where the model cannot be traced."""
@@ -158,7 +158,7 @@ def _decided(
     try:
         with torch.enable_grad():
             outline = outline_of(model, on_meta, option.step.loss)
-            return option.plan_for(BudgetPlanner(model, outline, on_meta.tensors))
+            return option.plan_for(StepPlanner(model, outline, on_meta.tensors))
     except TraceError:
         if checkpoint not in (None, True, "blocks"):
             raise
@@ -168,8 +168,8 @@ def _decided(
 class CopiedStep:
     """A training step of a copy of a model, tracked by one plan after another.
 
-    The tensors of a fake copy have sizes and no memory. `wrap` does to it what a program does to a
-    model before it trains: shards it, say. With `in_backward` the optimizer steps in the backward.
+    The tensors of a fake copy have sizes and no memory. `wrap` prepares it as a program prepares a
+    model for training: shards it, say. With `in_backward` the optimizer steps in the backward.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class CopiedStep:
         make = maker_of(optimizer, model)
         device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
         self.names, self.in_backward = named_steps(model), in_backward
-        # of a step on fake tensors by a plan, which serves all other plans
+        # the trace of a step on fake tensors by a plan, which serves all other plans
         self.traced: TracedForward | None = None
         self.mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
         own = functools.partial(_own, self.mode, device)
@@ -195,7 +195,7 @@ class CopiedStep:
         if not fake:
             flattened(self.model)
         if _is_of_module(loss):
-            # its modules that are the model's are the copy's
+            # modules that it shares with the model become the copy's
             loss = copy.deepcopy(loss, copies)
         self.loss = with_loss_errors(loss, device)
         if wrap is not None:
@@ -284,12 +284,12 @@ def train_step(
 def optimizer_of(
     make: MakeOptimizer | None, model: nn.Module, in_backward: bool = False
 ) -> torch.optim.Optimizer | None:
-    """Makes an optimizer of what is trained; with `in_backward` SGD where there is no `make`."""
+    """Makes an optimizer of the trained parameters; with `in_backward` SGD if `make` is None."""
     make = torch.optim.SGD if make is None and in_backward else make
     if make is None:
         return None
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return made_by(make, trained) if trained else None
+    return optimizer_from(make, trained) if trained else None
 
 
 @contextlib.contextmanager

@@ -115,8 +115,8 @@ def verify(
     ):
         count = steps + WARM_UPS if cuda_graph else steps
         batches = [_batch(inputs, step) for step in range(count)]
-        given = model, loss or weighted_sum, make, streams
-        training = functools.partial(_Training, *given, in_backward=optimizer_in_backward)
+        arguments = model, loss or weighted_sum, make, streams
+        training = functools.partial(_Training, *arguments, in_backward=optimizer_in_backward)
         first, plans, compared = _train_pair(training(), training(), batches)
         does_repeat = first is None
         if does_repeat:
@@ -131,8 +131,8 @@ def verify(
                 first = Difference("replayed tensor", str(differing[0]), steps, note=note)
         if first is not None:
             other = training(False if does_repeat else None)
-            place = _place(training(), other, plans, batches, first)
-            first = dataclasses.replace(first, module=place)
+            call = _first_differing_call(training(), other, plans, batches, first)
+            first = dataclasses.replace(first, module=call)
     return Report(
         exact=first is None if does_repeat else None,
         steps=len(batches),
@@ -215,7 +215,7 @@ class _Training:
                 "optimizer= made an optimizer of other parameters than it was given, which are "
                 "those of a copy; write it as lambda parameters: torch.optim.SGD(parameters, ...)"
             )
-        # an error without a plan is not to be blamed on one
+        # an error of the baseline must not blame a plan
         self.is_baseline = checkpoint is None
         self.call = Invocation.taken_by if self.is_baseline else Invocation.on
         # gradients of parameters, which a step in the backward frees
@@ -250,8 +250,8 @@ class _Training:
         if self.graphed is None:
             # replays write the same ones again
             self.gradients.clear()
-        given = (inputs.args, inputs.kwargs)
-        return record(self.model, given, outputs, loss, self.streams, optimizer=self.compared)
+        arguments = (inputs.args, inputs.kwargs)
+        return record(self.model, arguments, outputs, loss, self.streams, optimizer=self.compared)
 
     def _record_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None, "it has just been accumulated"
@@ -283,7 +283,7 @@ def _train_pair(
     return first, plans, dict(Counter(kind for kind, _ in expected))
 
 
-def _place(
+def _first_differing_call(
     baseline: _Training,
     other: _Training,
     plans: Sequence[Plan | None],
@@ -302,7 +302,7 @@ def _place(
                 training.step(batch)
     except Exception:  # a diagnosis that fails must not hide the difference
         return None
-    return baseline.recorder.place(other.recorder)
+    return baseline.recorder.first_differing_call(other.recorder)
 
 
 class _Recorder:
@@ -322,15 +322,15 @@ class _Recorder:
         """Records from now on what each module does."""
         self.model, self.buffer = model, buffer
         for path, module in model.named_modules():
-            # the hooks of a block run inside of what a plan makes of it
+            # the hooks of a block run inside of the segment that a plan makes of it
             before: list[Tensor | None] = []
             module.register_forward_pre_hook(functools.partial(self._enter, before))
             module.register_forward_hook(
                 functools.partial(self._leave, path, before), always_call=True
             )
 
-    def place(self, other: "_Recorder") -> ModuleCall | None:
-        """Returns the module that is to blame for what `other` does differently."""
+    def first_differing_call(self, other: "_Recorder") -> ModuleCall | None:
+        """Returns the first module call that differs in `other`."""
         if other.names != self.names:
             return None
         differing: dict[str, list[int]] = {"output": [], "gradient": []}
@@ -354,17 +354,17 @@ class _Recorder:
             before.append(self._copy_of_buffer())
 
     def _leave(
-        self, path: str, before: list[Tensor | None], module: nn.Module, given: Any, value: Any
+        self, path: str, before: list[Tensor | None], module: nn.Module, arguments: Any, value: Any
     ) -> None:
         number = len(self.names)
         self.names.append(path or type(module).__name__)
         old = before.pop()
-        inputs = tensors_in(given)
+        inputs = tensors_in(arguments)
         for position, tensor in enumerate(tensors_in(value)):
-            # kernels of ours are none of the forward
+            # the copy is no kernel of the forward
             with DisableTorchDispatch():
                 self.recorded["output", number, position] = tensor.detach().clone()
-            if tensor.requires_grad and not any(tensor is one for one in inputs):
+            if tensor.requires_grad and not any(tensor is other for other in inputs):
                 hook = functools.partial(self._record_gradient, number, position, pack(tensor))
                 tensor.register_hook(hook)
         with DisableTorchDispatch():
@@ -375,7 +375,7 @@ class _Recorder:
     def _record_gradient(self, number: int, position: int, packed: Any, gradient: Tensor) -> None:
         """Records the gradient of an output, and whether a replay computes that output."""
         self.recorded.setdefault(("gradient", number, position), gradient.detach().clone())
-        # one that was written since cannot be recomputed, and need not be
+        # an output that was written since cannot be recomputed, and need not be
         with contextlib.suppress(RecomputeError):
             if not same_bits(unpack(packed), self.recorded["output", number, position]):
                 self.differing_replays.add(number)

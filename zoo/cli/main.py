@@ -30,7 +30,7 @@ from zoo.errors import (
     nearest,
     shortened,
 )
-from zoo.profiling.kept_interrupts import kept
+from zoo.profiling.kept_interrupts import interrupts_kept
 from zoo.version import __version__
 
 # each with its module and a summary
@@ -90,7 +90,7 @@ def exit_code(program: str, command: Callable[[], Answer]) -> int:
     """Runs a command, prints its answer or the error, and returns the exit code."""
     try:
         try:
-            with kept():
+            with interrupts_kept():
                 answer = command()
         except SystemExit as end:  # argparse has printed the help
             answer = Answer("", code=int(end.code or 0))

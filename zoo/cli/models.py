@@ -18,12 +18,12 @@ from zoo.cli.parser import MODEL, Answer, command
 from zoo.cli.values import shapes, shapes_text
 from zoo.errors import ArgumentError, nearest, shortened
 from zoo.invocation import Invocation
-from zoo.profiling.log_profile import Outline
+from zoo.profiling.step_profile import Outline
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.report.escaping import markdown_table
 from zoo.report.step_axis import block_name
 from zoo.tracing.isolated_trace import TraceError
-from zoo.units import counted, format_bytes
+from zoo.units import format_bytes, plural
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def run_info(options: argparse.Namespace) -> Answer:
         f"{spec.name}: {data['kind']} on {shapes_text(shapes(spec.inputs))}\n"
         f"{_count(parameters):,} parameters ({format_bytes(data['parameter_bytes'])}), "
         f"buffers {format_bytes(data['buffer_bytes'])}, "
-        f"{counted(len(parts), noun)} in {counted(len({part.block for part in parts}), 'block')}"
+        f"{plural(len(parts), noun)} in {plural(len({part.block for part in parts}), 'block')}"
     )
     named = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     rows = [

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from zoo.planner.plan import Item, Plan, indices
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
-# random numbers of so many bytes may be kept by a segment, and are not recomputed then
+# a segment keeps random numbers of at most so many bytes, in place of drawing them again
 NOISE = 1 << 12
 
 
@@ -39,18 +39,18 @@ class StepCosts:
     saved: tuple[frozenset[int], ...]  # storages that autograd saves for the step's backward
     forward: tuple[int, ...]  # the largest number of new bytes during the step's forward
     forward_until_saved: tuple[int, ...]
-    # the same during its backward, including gradients of parameters, except for those that
-    # several steps add to in one buffer
+    # the largest number of new bytes during its backward, gradients of parameters included, unless
+    # several steps add to one buffer
     backward: tuple[int, ...]
     gradients: tuple[int, ...]  # bytes of the gradient of each state
     flops: tuple[int, ...]  # floating-point operations of the step's forward
     flops_until_saved: tuple[int, ...]
-    # of the step's forward, in any unit: planners only compare them
+    # seconds of the step's forward, in any unit: planners only compare them
     seconds: tuple[float, ...]
     seconds_until_saved: tuple[float, ...]
-    seconds_backward: tuple[float, ...]  # the same under every plan
+    seconds_backward: tuple[float, ...]  # equal under every plan
     blocks: tuple[int, ...]  # the number of the step's block
-    # of each state, bytes of the parameters' gradients that exist when the backward reaches it
+    # for each state, bytes of the parameters' gradients that exist when the backward reaches it
     parameter_gradients: tuple[int, ...] = ()
     # storages of the model's outputs if the caller holds them until the backward is over; a
     # recomputation allocates new ones
@@ -60,7 +60,7 @@ class StepCosts:
     draws: tuple[int, ...] = ()  # how many of the step's kernels draw random numbers
     # casts of weights that autocast caches: held until the model's forward ends
     casts: tuple[frozenset[int], ...] = ()
-    # the same as `backward` where nothing but the step holds the inputs that it saved
+    # `backward` if nothing but the step holds the inputs that it saved
     backward_alone: tuple[int, ...] = ()
     # storages of the step's inputs that its kernels read, and that they write; without the first, a
     # recomputation needs the whole state, and all of its steps
@@ -70,12 +70,12 @@ class StepCosts:
     # storages of the step's inputs that a segment around it copies and keeps until its backward is
     # over, unless the segment makes them
     copied: tuple[frozenset[int], ...] = ()
-    # storages of the step's that a segment around it keeps until its backward is over: results of
-    # kernels that run once, and memory that was saved before a kernel wrote it
-    kept: tuple[frozenset[int], ...] = ()
+    # storages of the step that a segment around it keeps until its backward is over: results of
+    # kernels that no recomputation runs, and memory that was saved before a kernel wrote it
+    never_recomputed: tuple[frozenset[int], ...] = ()
     # storages that the forward holds in addition to the state and a recomputation of kernels does
     # not: those of variables in the user's forward, and outputs that were made early
-    held: tuple[frozenset[int], ...] = ()
+    forward_only: tuple[frozenset[int], ...] = ()
 
     def __len__(self) -> int:
         return len(self.saved)
@@ -84,11 +84,11 @@ class StepCosts:
         """Returns costs whose peaks include the gradients of parameters, from when they exist."""
         if not self.parameter_gradients:
             return self
-        made = self.gradients_made or (0,) * len(self)
+        new_gradients = self.gradients_made or (0,) * len(self)
         return replace(
             self,
-            forward=tuple(map(operator.add, self.forward, made)),
-            forward_until_saved=tuple(map(operator.add, self.forward_until_saved, made)),
+            forward=tuple(map(operator.add, self.forward, new_gradients)),
+            forward_until_saved=tuple(map(operator.add, self.forward_until_saved, new_gradients)),
             gradients=tuple(map(operator.add, self.gradients, self.parameter_gradients)),
             parameter_gradients=(),
             gradients_made=(),
@@ -98,10 +98,10 @@ class StepCosts:
     def present(self) -> tuple[frozenset[int], ...]:
         """For each step the storages that exist in the forward under every plan."""
         live = self.live[:-1]
-        return tuple(map(frozenset.union, live, self.held)) if self.held else live
+        return tuple(map(frozenset.union, live, self.forward_only)) if self.forward_only else live
 
     @functools.cached_property
-    def made(self) -> tuple[frozenset[int], ...]:
+    def new_storages(self) -> tuple[frozenset[int], ...]:
         """For each step the storages that it makes and a later step reads, or that it saves."""
         ends = zip(self.live, self.live[1:], self.saved, strict=False)
         return tuple((after | saved) - before for before, after, saved in ends)
@@ -109,14 +109,16 @@ class StepCosts:
     @functools.cached_property
     def noise(self) -> frozenset[int]:
         """Storages with few random numbers, which a segment may keep."""
-        drawn = (made for made, draws in zip(self.made, self.draws, strict=False) if draws)
-        return frozenset(n for made in drawn for n in made if self.sizes[n] <= NOISE)
+        drawn = frozenset().union(*itertools.compress(self.new_storages, self.draws))
+        return frozenset(storage for storage in drawn if self.sizes[storage] <= NOISE)
 
     @functools.cached_property
-    def newly_held(self) -> tuple[tuple[frozenset[int], frozenset[int]], ...]:
-        """For each step, and the end: the storages of `held` that are new, and those released."""
-        around = itertools.pairwise((frozenset[int](), *self.held, frozenset[int]()))
-        return tuple((now - before, before - now) for before, now in around) if self.held else ()
+    def forward_only_changes(self) -> tuple[tuple[frozenset[int], frozenset[int]], ...]:
+        """For each step, and the end: the storages of `forward_only` that it adds and releases."""
+        if not self.forward_only:
+            return ()
+        around = itertools.pairwise((frozenset[int](), *self.forward_only, frozenset[int]()))
+        return tuple((now - before, before - now) for before, now in around)
 
     def last_states(self) -> dict[int, int]:
         """Returns the last state that has each storage of a state."""
@@ -124,11 +126,11 @@ class StepCosts:
 
     def newly_saved(self) -> tuple[int, ...]:
         """Returns for each step the bytes that it saves and no earlier step saves."""
-        known: set[int] = set()
+        earlier: set[int] = set()
         sizes = []
         for storages in self.saved:
-            sizes.append(self.bytes_of(storages - known))
-            known |= storages
+            sizes.append(self.bytes_of(storages - earlier))
+            earlier |= storages
         return tuple(sizes)
 
     def bytes_of(self, storages: Collection[int]) -> int:
@@ -145,7 +147,7 @@ class Moment(NamedTuple):
     recomputed: int  # held by recomputations, and not since the forward
     state: int  # the current state, if nothing else holds it
     work: int  # the step's peak: outputs, saved tensors and temporaries
-    gradient: int  # of state `gradient_of`, with those of parameters if the costs have them
+    gradient: int  # that of state `gradient_of`, and of parameters if the costs include these
     gradient_of: int | None  # None in the forward
 
 
@@ -156,7 +158,7 @@ class Simulation:
     peak: int
     recomputed_flops: int
     recomputed_seconds: float
-    turns: tuple[int, ...]  # the peak in the backward of each item
+    backward_peaks: tuple[int, ...]  # the peak in the backward of each item
     moment: Moment  # the first tick at the peak
 
 
@@ -169,27 +171,27 @@ def simulate(plan: Plan, costs: StepCosts) -> Simulation:
     plan.check(len(costs))
     clock = _Clock(costs)
     clock.run(plan)
-    clock.hold_names(len(costs))
+    clock.hold_forward_only(len(costs))
     for casts in costs.casts:
         clock.release(casts)
-    given = _given_casts(plan, costs)
-    for casts in given:
+    earlier_casts = _earlier_casts(plan, costs)
+    for casts in earlier_casts:
         clock.hold(casts)
     peaks = [(clock.peak, clock.moment)]
     clock.hold(costs.returned)
-    for item, casts in zip(reversed(plan), reversed(given), strict=True):
+    for item, casts in zip(reversed(plan), reversed(earlier_casts), strict=True):
         # here no recomputed tensor is held
-        clock.kept, clock.peak = clock.held, 0
+        clock.forward_bytes, clock.peak = clock.held_bytes, 0
         clock.give_away(item)
         clock.backward(item)
         clock.release(casts)
-        clock.held -= clock.copies(item)
+        clock.held_bytes -= clock.copies(item)
         clock.release(clock.kept_by(item))
         peaks.append((clock.peak, clock.moment))
     peak, moment = max(peaks, key=operator.itemgetter(0))
-    turns = tuple(turn for turn, _ in reversed(peaks[1:]))
+    backward_peaks = tuple(backward_peak for backward_peak, _ in reversed(peaks[1:]))
     # an exact sum: plans that repeat equal steps in another order take equal time
-    return Simulation(peak, clock.flops, math.fsum(clock.seconds), turns, moment)
+    return Simulation(peak, clock.flops, math.fsum(clock.seconds), backward_peaks, moment)
 
 
 def least_possible(costs: StepCosts) -> int:
@@ -207,15 +209,15 @@ def least_possible(costs: StepCosts) -> int:
     return max(peaks)
 
 
-def _given_casts(plan: Plan, costs: StepCosts) -> list[frozenset[int]]:
-    """Returns for each item the casts that an earlier one made, which a segment holds."""
-    known: frozenset[int] = frozenset()
-    given = []
+def _earlier_casts(plan: Plan, costs: StepCosts) -> list[frozenset[int]]:
+    """Returns for each segment the casts of earlier items that it holds; for a kept step none."""
+    earlier: frozenset[int] = frozenset()
+    by_item = []
     for item in plan if costs.casts else ():
         casts = frozenset().union(*(costs.casts[step] for step in _steps(item)))
-        given.append(casts & known if isinstance(item, tuple) else frozenset())
-        known |= casts
-    return given or [frozenset()] * len(plan)
+        by_item.append(casts & earlier if isinstance(item, tuple) else frozenset())
+        earlier |= casts
+    return by_item or [frozenset()] * len(plan)
 
 
 def _steps(item: Item) -> tuple[int, ...]:
@@ -223,21 +225,21 @@ def _steps(item: Item) -> tuple[int, ...]:
 
 
 class _Recomputation(NamedTuple):
-    """What a segment's recomputation runs, and which storages of each state it needs."""
+    """The steps that a segment's recomputation runs, and the storages of states that it needs."""
 
     needed: dict[int, frozenset[int]]  # by step
     whole: frozenset[int]  # steps whose results it needs; it runs others until they have saved
 
 
 class _Clock:
-    """The storages held, by how many holders, and the peak since `peak` was last set to 0."""
+    """Counts the holders of storages, the bytes held, and the peak since `peak` was set to 0."""
 
     def __init__(self, costs: StepCosts) -> None:
         self.costs = costs
         self.holders = [0] * len(costs.sizes)
-        self.held = self.kept = self.peak = self.flops = 0
+        self.held_bytes = self.forward_bytes = self.peak = self.flops = 0
         self.moment = Moment(FORWARD, 0, 0, 0, 0, 0, 0, None)
-        self.given_away: frozenset[int] = frozenset()  # outputs that are made again
+        self.given_away: frozenset[int] = frozenset()  # outputs that a recomputation allocates anew
         self.seconds: list[float] = []
         self.recomputations: dict[int, _Recomputation] = {}  # by the ids of segments
 
@@ -249,7 +251,7 @@ class _Clock:
             if isinstance(item, tuple):
                 self.hold(self.inputs(item))
             for step in steps:
-                self.hold_names(step)
+                self.hold_forward_only(step)
                 work = costs.forward[step] - self.held_casts(step)
                 self.tick(FORWARD, step, self.extra(costs.live[step]), work, None)
                 if costs.casts:
@@ -257,7 +259,7 @@ class _Clock:
             if isinstance(item, int):
                 self.hold(costs.saved[item])
             else:
-                self.held += self.copies(item)
+                self.held_bytes += self.copies(item)
                 self.hold(self.kept_by(item))
 
     def backward(self, item: Item, *, is_inner: bool = False) -> None:
@@ -290,14 +292,14 @@ class _Clock:
         return costs.backward[step]
 
     def recompute(self, item: tuple[Item, ...]) -> None:
-        """Runs the forward of a segment again, as far as its backward needs it."""
-        costs, found = self.costs, self.recomputation(item)
+        """Recomputes the forward of a segment, as far as its backward needs it."""
+        costs, recomputation = self.costs, self.recomputation(item)
         end = self.recomputed_at(_steps(item))
         for inner in item:
             if isinstance(inner, tuple):
                 self.hold(self.inputs(inner))
             for step in _steps(inner):
-                if step in found.whole:
+                if step in recomputation.whole:
                     work, flops = costs.forward[step], costs.flops[step]
                     seconds = costs.seconds[step]
                 elif step == inner:
@@ -306,7 +308,7 @@ class _Clock:
                 else:
                     continue
                 work -= self.held_casts(step)
-                self.tick(RECOMPUTE, step, self.extra(found.needed[step]), work, end)
+                self.tick(RECOMPUTE, step, self.extra(recomputation.needed[step]), work, end)
                 self.flops += flops
                 self.seconds.append(seconds)
             if isinstance(inner, int):
@@ -315,8 +317,8 @@ class _Clock:
     def recomputed_at(self, steps: Sequence[int]) -> int:
         """Returns the state of the largest gradient that may exist when a segment is recomputed.
 
-        The backward recomputes it to open what a step saved; steps behind that need nothing, or
-        only what is there.
+        The backward recomputes it at the last step that saved a tensor which is neither a few
+        random numbers nor an input of the segment.
         """
         costs, last = self.costs, steps[-1]
         there = costs.noise | costs.live[steps[0]]
@@ -329,7 +331,7 @@ class _Clock:
         return self.recomputation(item).needed[next(indices(item))]
 
     def recomputation(self, item: tuple[Item, ...]) -> _Recomputation:
-        """Returns what the recomputation of a segment needs; segments inside of it keep nothing."""
+        """Returns the recomputation of a segment; segments inside of it keep nothing."""
         # no two segments of a plan are one object, since they have other steps
         if id(item) not in self.recomputations:
             self.recomputations[id(item)] = self._recomputation(item)
@@ -346,7 +348,7 @@ class _Clock:
             is_left_out = inner is last and isinstance(last, tuple)
             for step in () if is_left_out else reversed(_steps(inner)):
                 written = costs.writes[step] if costs.writes else frozenset()
-                if not wanted.isdisjoint(costs.made[step] | written):
+                if not wanted.isdisjoint(costs.new_storages[step] | written):
                     whole.add(step)
                     wanted |= costs.reads[step]
                 if step == inner:
@@ -365,11 +367,11 @@ class _Clock:
     def tick(self, phase: str, step: int, state: int, work: int, end: int | None) -> None:
         """Records the bytes of a moment; `end` is the state whose gradient exists."""
         gradient = 0 if end is None else self.costs.gradients[end]
-        total = self.held + state + work + gradient
+        total = self.held_bytes + state + work + gradient
         if total > self.peak:
-            self.peak, kept = total, self.held if end is None else self.kept
-            recomputed = self.held - kept
-            self.moment = Moment(phase, step, kept, recomputed, state, work, gradient, end)
+            self.peak, forward_bytes = total, self.held_bytes if end is None else self.forward_bytes
+            recomputed = self.held_bytes - forward_bytes
+            self.moment = Moment(phase, step, forward_bytes, recomputed, state, work, gradient, end)
 
     def extra(self, storages: Iterable[int]) -> int:
         holders, sizes, total = self.holders, self.costs.sizes, 0
@@ -382,11 +384,11 @@ class _Clock:
         holders = self.holders
         for storage in storages:
             if not holders[storage]:
-                self.held += self.costs.sizes[storage]
+                self.held_bytes += self.costs.sizes[storage]
             holders[storage] += 1
 
     def give_away(self, item: Item) -> None:
-        """Leaves outputs of the model to the caller alone: recomputing a segment makes new ones.
+        """Leaves the model's outputs in a segment to the caller: recomputing it allocates new ones.
 
         Their bytes stay. Nothing else holds them: the backward of all later items is done.
         """
@@ -396,23 +398,23 @@ class _Clock:
                 self.holders[storage] = 0
 
     def take_back(self, item: tuple[Item, ...]) -> None:
-        """Frees what a recomputation made of outputs again: autograd gets the caller's.
+        """Frees recomputed outputs of the model: autograd gets the caller's tensors.
 
-        An inner segment starts from what was made again.
+        An inner segment starts from the recomputed ones.
         """
-        saved, given = frozenset[int](), frozenset[int]()
+        saved, inputs = frozenset[int](), frozenset[int]()
         for inner in item if self.given_away else ():
             if isinstance(inner, int):
                 saved |= self.costs.saved[inner]
             else:
-                given |= self.inputs(inner)
-        for storage in (saved - given) & self.given_away:
-            self.held -= self.costs.sizes[storage]
+                inputs |= self.inputs(inner)
+        for storage in (saved - inputs) & self.given_away:
+            self.held_bytes -= self.costs.sizes[storage]
             self.holders[storage] += 1
-        self.given_away -= saved - given
+        self.given_away -= saved - inputs
 
     def copies(self, item: Item) -> int:
-        """Returns the bytes of a segment's copies of its inputs, and of what it keeps and reads."""
+        """Returns the bytes that a segment copies: inputs, and storages that it also keeps."""
         if not self.costs.copied or isinstance(item, int):
             return 0
         copied = frozenset().union(*(self.costs.copied[step] for step in indices(item)))
@@ -420,9 +422,9 @@ class _Clock:
 
     def kept_by(self, item: Item) -> frozenset[int]:
         """Returns the storages that a segment keeps."""
-        if not self.costs.kept or isinstance(item, int):
+        if not self.costs.never_recomputed or isinstance(item, int):
             return frozenset()
-        return frozenset().union(*(self.costs.kept[step] for step in indices(item)))
+        return frozenset().union(*(self.costs.never_recomputed[step] for step in indices(item)))
 
     def made_by(self, item: tuple[Item, ...]) -> frozenset[int]:
         """Returns the storages within and after a segment that are not its inputs."""
@@ -430,15 +432,15 @@ class _Clock:
         inside = (live[step + 1] | saved[step] for step in indices(item))
         return frozenset().union(*inside) - live[next(indices(item))]
 
-    def hold_names(self, step: int) -> None:
-        """Moves to the storages that the forward holds in addition during a step; n is the end."""
-        if self.costs.held:
-            held, left = self.costs.newly_held[step]
-            self.hold(held)
-            self.release(left)
+    def hold_forward_only(self, step: int) -> None:
+        """Moves to the `forward_only` storages of a step; step n is the end of the forward."""
+        if self.costs.forward_only:
+            new, released = self.costs.forward_only_changes[step]
+            self.hold(new)
+            self.release(released)
 
     def release(self, storages: Iterable[int]) -> None:
         for storage in storages:
             self.holders[storage] -= 1
             if not self.holders[storage]:
-                self.held -= self.costs.sizes[storage]
+                self.held_bytes -= self.costs.sizes[storage]

@@ -130,9 +130,9 @@ def _reader(hint: Any) -> Reader:
 
 
 def _scalar(cls: Any, value: Any) -> Any:
-    known, words = _SCALARS[cls]
-    is_known = isinstance(value, known) and (cls is bool or not isinstance(value, bool))
-    if not is_known or value in (math.inf, -math.inf):
+    types, words = _SCALARS[cls]
+    is_typed = isinstance(value, types) and (cls is bool or not isinstance(value, bool))
+    if not is_typed or value in (math.inf, -math.inf):
         raise ValueError(f"takes {words}; got {shortened(value)}")
     return cls(value)
 

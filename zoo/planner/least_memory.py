@@ -54,10 +54,10 @@ class PathLabel(NamedTuple):
 
     beside: int  # bytes that it holds in addition to `storages`
     recomputed: int  # operations
-    storages: Storages  # those of the state that it holds
+    storages: Storages  # the storages of the state that it holds
     peak: int
-    steps: range  # of its last item, which is one kept step or a segment
-    kept: bool
+    steps: range  # the steps of its last item: one kept step or a segment
+    is_kept: bool
     before: Optional["PathLabel"]
 
     def items(self) -> list["PathLabel"]:
@@ -98,12 +98,12 @@ def least_memory(costs: StepCosts) -> Plan:
     stops = {label.steps.start: label.steps.stop for label in best.items()}
     scale = len(costs) + 1
     same = functools.partial(segments.one_end, stops)
-    kept = _path(_counting(beside_outputs, scale, 1), high, _by_arithmetic, same)
-    if kept is not None and kept.recomputed // scale <= best.recomputed:
-        best = kept
+    with_kept_steps = _path(_counting(beside_outputs, scale, 1), high, _by_arithmetic, same)
+    if with_kept_steps is not None and with_kept_steps.recomputed // scale <= best.recomputed:
+        best = with_kept_steps
     items: list[Item] = []
     for label in best.items():
-        items += label.steps if label.kept else (tuple(label.steps),)
+        items += label.steps if label.is_kept else (tuple(label.steps),)
     return Plan(items)
 
 
@@ -124,14 +124,14 @@ def _uniform(costs: StepCosts) -> tuple[Plan, int]:
 def _beside_outputs(costs: StepCosts) -> StepCosts:
     """Returns the costs without the outputs; in the forward an output counts once it is made."""
     outputs = costs.bytes_of(costs.returned)
-    made = (costs.bytes_of(present & costs.returned) for present in costs.present)
+    by_step = (costs.bytes_of(present & costs.returned) for present in costs.present)
     return replace(
         costs,
         live=tuple(live - costs.returned for live in costs.live),
         saved=tuple(saved - costs.returned for saved in costs.saved),
         forward=tuple(
             allocated + made_before - outputs
-            for allocated, made_before in zip(costs.forward, made, strict=True)
+            for allocated, made_before in zip(costs.forward, by_step, strict=True)
         ),
         returned=frozenset(),
     )
@@ -153,14 +153,14 @@ def _path(costs: StepCosts, peak: int, narrow: Narrow, ends: Ends) -> PathLabel 
     labels: list[Labels] = [[] for _ in costs.live]
     labels[0] = [PathLabel(0, 0, frozenset(), 0, range(0), False, None)]
     for start, (live, after) in enumerate(itertools.pairwise(costs.live)):
-        kept, cut = narrow(labels[start], start, costs)
+        by_step, by_segment = narrow(labels[start], start, costs)
         shared: dict[int, tuple[Storages, int]] = {}
-        for label in cut:
+        for label in by_segment:
             whole, before = label.beside + sizes[start], label.recomputed - done[start]
             for stop, need in ends(start, peak - whole):
                 recomputed = before + done[stop - 1] + costs.flops_until_saved[stop - 1]
                 other = labels[stop][-1] if labels[stop] else None
-                # of this state the segment with the earlier start holds nothing more
+                # the segment with the earlier start holds no more of this state
                 if other and other.beside <= label.beside and other.recomputed <= recomputed:
                     continue
                 if stop not in shared:
@@ -170,14 +170,14 @@ def _path(costs: StepCosts, peak: int, narrow: Narrow, ends: Ends) -> PathLabel 
                 top, steps = max(label.peak, whole + need), range(start, stop)
                 after_it = PathLabel(whole - size, recomputed, storages, top, steps, False, label)
                 labels[stop].append(after_it)
-        turn = costs.gradients[start + 1] + costs.backward[start]
-        for label in kept:
+        backward = costs.gradients[start + 1] + costs.backward[start]
+        for label in by_step:
             storages = label.storages | costs.saved[start]
-            held = label.beside + costs.bytes_of(storages)
-            top = max(label.beside + sizes[start] + costs.forward[start], held + turn)
+            total = label.beside + costs.bytes_of(storages)
+            top = max(label.beside + sizes[start] + costs.forward[start], total + backward)
             if top <= peak:
                 storages &= after
-                beside, top = held - costs.bytes_of(storages), max(label.peak, top)
+                beside, top = total - costs.bytes_of(storages), max(label.peak, top)
                 step = range(start, start + 1)
                 after_it = PathLabel(beside, label.recomputed, storages, top, step, True, label)
                 labels[start + 1].append(after_it)
@@ -202,7 +202,7 @@ def _by_bytes(labels: Labels, start: int, costs: StepCosts) -> tuple[Labels, Lab
 def _by_arithmetic(labels: Labels, start: int, costs: StepCosts) -> tuple[Labels, Labels]:
     """Extends few labels, from those that hold least to those that recompute least."""
     saved = costs.saved[start]
-    sizes = {held: costs.bytes_of(held | saved) for held in {label.storages for label in labels}}
+    sizes = {s: costs.bytes_of(s | saved) for s in {label.storages for label in labels}}
     return (
         _front(labels, lambda label: (label.beside + sizes[label.storages], label.recomputed)),
         _front(labels, operator.itemgetter(0, 1)),
@@ -278,7 +278,7 @@ class FittingSegments:
     def one_end(
         self, stops: Mapping[int, int], start: int, slack: int
     ) -> Iterator[tuple[int, int]]:
-        """Yields the given end for a first step, if the segment fits."""
+        """Yields the end in `stops` for a first step, if that segment fits."""
         needs, length = self.needs[start], stops.get(start, LARGEST) - start
         if length <= len(needs) and needs[length - 1] <= slack:
             yield stops[start], needs[length - 1]
@@ -293,17 +293,17 @@ def _needs(costs: StepCosts, beside_outputs: StepCosts, ceiling: int) -> Iterato
     steps, live, saved = range(len(costs)), costs.live, costs.saved
     last = costs.last_states()
     first_saved = {storage: step for step in reversed(steps) for storage in saved[step]}
-    held: frozenset[int] = frozenset()
+    earlier: frozenset[int] = frozenset()
     unsaved, new, own = [], [], []
     for step in steps:
-        unsaved.append(costs.bytes_of(live[step] - held))
-        new.append(costs.bytes_of(saved[step] - held))
-        own.append(costs.bytes_of(saved[step] - held - costs.returned))
-        held = (held | saved[step]) & live[step + 1]
+        unsaved.append(costs.bytes_of(live[step] - earlier))
+        new.append(costs.bytes_of(saved[step] - earlier))
+        own.append(costs.bytes_of(saved[step] - earlier - costs.returned))
+        earlier = (earlier | saved[step]) & live[step + 1]
     states = map(costs.bytes_of, beside_outputs.live)
     handed = list(map(operator.add, states, beside_outputs.forward))
-    turns = list(map(operator.add, costs.gradients[1:], costs.backward))
-    fixed = turns, costs.forward, costs.forward_until_saved, costs.gradients[1:]
+    backwards = list(map(operator.add, costs.gradients[1:], costs.backward))
+    fixed = backwards, costs.forward, costs.forward_until_saved, costs.gradients[1:]
     for start in steps:
         for storage in live[start] - (live[start - 1] if start else frozenset()):
             size, save = costs.sizes[storage], first_saved.get(storage, len(costs))
@@ -322,17 +322,17 @@ def _needs(costs: StepCosts, beside_outputs: StepCosts, ceiling: int) -> Iterato
 
 def _needs_from(rows: Iterable[tuple[int, ...]], ceiling: int) -> Iterator[int]:
     """Yields the bytes of the segment that ends with the first step, the second, and so on."""
-    kept = 0  # bytes saved so far in the recomputation
-    left = 0  # those of them that are no outputs, which the caller holds
+    saved = 0  # bytes saved so far in the recomputation
+    left = 0  # these bytes without outputs, which the caller holds
     through = 0  # peak of the recomputation if its last step does not stop early
     behind = 0  # peak of the backwards
-    for handed, unsaved, new, own, turn, forward, until_saved, gradient in rows:
-        before = kept + unsaved
-        kept += new
+    for handed, unsaved, new, own, backward, forward, until_saved, gradient in rows:
+        before = saved + unsaved
+        saved += new
         left += own
         # comparisons, since calls of `max` would take most of the time
-        if left + turn > behind:
-            behind = left + turn
+        if left + backward > behind:
+            behind = left + backward
             if behind > ceiling:
                 return
         stopped = before + until_saved

@@ -102,8 +102,8 @@ def frontier(
         Interrupted: by Ctrl-C while plans are traced back, with the best of those found so far.
     """
     keep_all = Plan.keep_all(len(costs))
-    found = {plan: simulate(plan, costs) for plan in (keep_all, *_of_any_ends(costs))}
-    baseline = found[keep_all].peak
+    simulated = {plan: simulate(plan, costs) for plan in (keep_all, *_of_any_ends(costs))}
+    baseline = simulated[keep_all].peak
     for space in search_spaces(costs) if cuts is None else [SearchSpace(costs, cuts)]:
         if levels is None:
             table = DPTable(space, np.arange(baseline + 1), exact=True, each=each)
@@ -116,11 +116,11 @@ def frontier(
             budgets = _amounts(min(table.least, baseline), baseline, plans)
         try:
             for plan in map(table.plan, each("plans for budgets", budgets.tolist())):
-                if plan not in found:
-                    found[plan] = simulate(plan, costs)
+                if plan not in simulated:
+                    simulated[plan] = simulate(plan, costs)
         except KeyboardInterrupt:
-            raise Interrupted("interrupted", _best(found)) from None
-    return _best(found)
+            raise Interrupted("interrupted", _best(simulated)) from None
+    return _best(simulated)
 
 
 def _best(plans: Mapping[Plan, Simulation]) -> list[SimulatedPlan]:
@@ -223,10 +223,10 @@ class DPTable:
         needs = np.full(entries.count, NO_BYTES, np.int64)
         self.values = Values(seconds, needs, np.full(entries.count, NEVER, self.type))
         self.choices = np.full((entries.own_count, len(amounts)), -1, np.int16)
-        self.whole, _, _ = entries.place(0, 0, space.forward)  # of all plans
-        end, _, _ = entries.place(len(costs), 0, space.forward)
-        for known in self.values:
-            known[end:] = 0
+        self.whole, _, _ = entries.locate(0, 0, space.forward)  # the entry of all plans
+        end, _, _ = entries.locate(len(costs), 0, space.forward)
+        for array in self.values:
+            array[end:] = 0
         for state, low, high in each("searching plans", list(entries.in_order())):
             ends = entries.ends(state, low, high)
             if ends.size:
@@ -268,17 +268,17 @@ class DPTable:
 
     def _solve(self, state: int, ends: Bytes) -> None:
         """Finds the values of a state in all of its rows for successive ends."""
-        rows, places = self.space.rows[state], []
+        rows, spans = self.space.rows[state], []
         # rows by the additional bytes that are held when the step is kept
         by_growth: dict[int, list[int]] = {}
         for number, row in enumerate(rows):
-            first, own_first, _ = self.entries.place(state, number, ends.item(0))
-            places.append(slice(first, first + len(ends)))
+            first, own_first, _ = self.entries.locate(state, number, ends.item(0))
+            spans.append(slice(first, first + len(ends)))
             by_growth.setdefault(row.grown, []).append(number)
         for numbers in by_growth.values():
             self._keep(state, numbers, ends)
         number = self.space.own[state]
-        own = self.values.of(places[number])
+        own = self.values.of(spans[number])
         choices = self.choices[own_first : own_first + len(ends)]
         for part in self._parts(state, ends):
             last = self.segments[state].stops[part][-1]
@@ -286,13 +286,13 @@ class DPTable:
             if ends[behind].size:
                 self._offer_segments(state, part, ends[behind], own.of(behind), choices[behind])
         # first, the rest of the state may be held
-        entries = np.arange(places[number].start, places[number].stop)
+        entries = np.arange(spans[number].start, spans[number].stop)
         after = functools.cache(functools.partial(self._read, entries))
-        for row, place in zip(rows, places, strict=True):
+        for row, span in zip(rows, spans, strict=True):
             if row.missing:
-                held, known = after(row.missing), self.values.of(place)
-                np.minimum(known.seconds, held.seconds, out=known.seconds)
-                known.lower_needs(held.needs, held.at_need)
+                with_state, values = after(row.missing), self.values.of(span)
+                np.minimum(values.seconds, with_state.seconds, out=values.seconds)
+                values.lower_needs(with_state.needs, with_state.at_need)
 
     def _parts(self, state: int, ends: Bytes) -> Iterator[slice]:
         """Yields ranges of stops to offer at once: those in one copy, or a single end.
@@ -345,9 +345,9 @@ class DPTable:
         values.seconds[:] += seconds[:, None]
         values.at_need[:] += seconds
         values.seconds[self.levels < self.amounts.searchsorted(needs)[..., None]] = NEVER
-        places, _ = entries.find(step, np.array(numbers)[:, None], ends)
-        for known, new in zip(self.values, values, strict=True):
-            known[places] = new
+        positions, _ = entries.find(step, np.array(numbers)[:, None], ends)
+        for array, new in zip(self.values, values, strict=True):
+            array[positions] = new
 
     def _offer_segments(
         self, state: int, part: slice, ends: Bytes, own: Values, choices: NDArray[np.int16]
@@ -355,15 +355,15 @@ class DPTable:
         """Lowers the values of a state to the costs of starting with one of some segments."""
         stops, rows, run, through = (values[part, None] for values in self.segments[state])
         after, more_after = self.entries.find(stops, rows, ends)
-        turns, more_in_turn = self.entries.find(state, self.space.own[state], stops)
-        rest, turn = self._read(after, -more_after), self._read(turns, -more_in_turn)
+        inner_entries, more_inside = self.entries.find(state, self.space.own[state], stops)
+        rest, inner = self._read(after, -more_after), self._read(inner_entries, -more_inside)
         # in the original forward nothing is recomputed
         recomputed = (run * (ends != self.space.forward)).astype(self.type)
         seconds = rest.seconds
-        seconds += turn.seconds
+        seconds += inner.seconds
         seconds += recomputed[..., None]
         moment = through + self.gradients[ends]
-        needs = np.maximum(rest.needs, turn.needs)
+        needs = np.maximum(rest.needs, inner.needs)
         late = (moment > needs).nonzero()
         if late[0].size:
             some = seconds[late]
@@ -378,8 +378,8 @@ class DPTable:
         number, end = ((needs == lowest) & (lowest <= own.needs)).nonzero()
         if end.size:
             free = needs[number, end]
-            both = np.array([after[number, end], turns[number, 0]])
-            at_need = self._at(both, np.array([free + more_after, free + more_in_turn]))
+            both = np.array([after[number, end], inner_entries[number, 0]])
+            at_need = self._at(both, np.array([free + more_after, free + more_inside]))
             fewest = np.full(len(ends), NEVER, self.type)
             np.minimum.at(fewest, end, at_need[0] + at_need[1] + recomputed[number, end])
             own.lower_needs(lowest, fewest)
@@ -421,7 +421,7 @@ class DPTable:
         space = self.space
         while state < min(end, len(self.costs)):
             row = space.rows[state][number]
-            keep = self._kept(state, end, row, free)
+            keep = self._seconds_kept(state, end, row, free)
             left = free - row.missing
             cut, chosen = math.inf, -1
             if keep > self._value(state, space.own[state], end, left):
@@ -437,7 +437,7 @@ class DPTable:
 
     def _value(self, state: int, number: int, end: int, free: int) -> float:
         """Returns the seconds from a state on; infinite if something does not fit."""
-        entry, _, grown = self.entries.place(state, number, end)
+        entry, _, grown = self.entries.locate(state, number, end)
         free += grown
         need = self.values.needs.item(entry)
         if free < need:
@@ -454,7 +454,7 @@ class DPTable:
             lower, below = need, float(self.values.at_need[entry])
         return above + (below - above) * ((amount - free) / (amount - lower))
 
-    def _kept(self, step: int, end: int, row: StateRow, free: int) -> float:
+    def _seconds_kept(self, step: int, end: int, row: StateRow, free: int) -> float:
         """Returns the seconds from a state on when its step is kept."""
         costs, rest = self.costs, free - row.grown
         last = step + 1 == end
@@ -473,9 +473,9 @@ class DPTable:
         Candidates are the best stops of the amounts just below and above, or all stops if those do
         not fit and the step cannot be kept.
         """
-        _, place, grown = self.entries.place(start, self.space.own[start], end)
+        _, position, grown = self.entries.locate(start, self.space.own[start], end)
         level = max(bisect.bisect_right(self.amount_list, free + grown) - 1, 0)
-        near = {*self.choices[place, level : level + 2].tolist()} - {-1}
+        near = {*self.choices[position, level : level + 2].tolist()} - {-1}
         best = min((self._segment(start, n, end, free) for n in near), default=(math.inf, -1))
         if min(best[0], keep) < math.inf:
             return best
@@ -489,5 +489,5 @@ class DPTable:
         if free < segments.through.item(number) + self.gradients.item(end):
             return math.inf, number
         recomputation = 0.0 if end == self.space.forward else segments.seconds.item(number)
-        turn = self._value(start, self.space.own[start], stop, free)
-        return recomputation + turn + self._value(stop, after, end, free), number
+        inner = self._value(start, self.space.own[start], stop, free)
+        return recomputation + inner + self._value(stop, after, end, free), number

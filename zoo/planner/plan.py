@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar, Union
 
 from zoo.errors import PlanError, shortened
 from zoo.planner.json_reader import read_json
-from zoo.units import counted
+from zoo.units import plural
 
 Item = Union[int, tuple["Item", ...]]
 Entry = TypeVar("Entry")
@@ -145,8 +145,8 @@ class Plan(tuple[Item, ...]):
         brackets = re.findall(r"[][]", self.to_json())
         return max(itertools.accumulate(1 if bracket == "[" else -1 for bracket in brackets)) - 1
 
-    def __deepcopy__(self, known: dict[int, Any]) -> "Plan":
-        # it is immutable, and copying a deep one would overflow the stack
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Plan":
+        # a plan is immutable, and copying a deep one would overflow the stack
         return self
 
     def __repr__(self) -> str:
@@ -154,11 +154,11 @@ class Plan(tuple[Item, ...]):
 
     def __str__(self) -> str:
         runs, depth = self.runs(), self.depth()
-        kept = runs.count(1)
+        kept_steps = runs.count(1)
         segments = sum(isinstance(item, tuple) for item in self)
         return (
-            f"{counted(len(runs), 'step')}: {kept} kept, {len(runs) - kept} recomputed in "
-            f"{counted(segments, 'segment')}, "
+            f"{plural(len(runs), 'step')}: {kept_steps} kept, {len(runs) - kept_steps} "
+            f"recomputed in {plural(segments, 'segment')}, "
             f"{f'nested {depth} deep' if depth > 1 else 'not nested'}\n{self.text()}"
         )
 
@@ -211,15 +211,15 @@ def _checked(items: Iterable[Any], steps: Iterator[int], depth: int = 0) -> tupl
         raise PlanError(
             f"the segments of a plan nest more than {DEEPEST} deep; use fewer, longer segments"
         )
-    made: list[Item] = []
+    nested: list[Item] = []
     for entry in items:
         if not isinstance(entry, tuple | list):
-            made.append(_check_index(entry, next(steps)))
+            nested.append(_check_index(entry, next(steps)))
         elif entry:
-            made.append(_checked(entry, steps, depth + 1))
+            nested.append(_checked(entry, steps, depth + 1))
         else:
             raise PlanError("a plan holds an empty segment; leave it out")
-    return tuple(made)
+    return tuple(nested)
 
 
 def _check_index(entry: Any, position: int) -> int:

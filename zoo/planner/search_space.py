@@ -91,60 +91,60 @@ class SearchSpace:
         self.costs = costs = _without_empty(costs)
         self.forward = steps + 1  # not a state
         self.cuts = (*sorted({0, steps, *cuts}), self.forward)
-        known = frozenset(self.cuts)
+        cut_set = frozenset(self.cuts)
         # for each state, the number of each set of storages
-        held: list[dict[Storages, int]] = [{} for _ in costs.live]
-        self._number(held[0], frozenset())
+        numbering: list[dict[Storages, int]] = [{} for _ in costs.live]
+        self._number(numbering[0], frozenset())
         ends = []
         for state, live in enumerate(costs.live):
             later = self.cuts[bisect_right(self.cuts, state) : -1]
-            chosen = later if state in known else later[:1]
+            chosen = later if state in cut_set else later[:1]
             ends.append(sorted({*range(state + 1, min(state + near, steps) + 1), *chosen}))
-            self._number(held[state], live)
+            self._number(numbering[state], live)
             for end in ends[-1]:
-                self._number(held[end], live & costs.live[end])
-        self._follow(held)
-        self.repeats = runs_of(costs, known)
+                self._number(numbering[end], live & costs.live[end])
+        self._follow(numbering)
+        self.repeats = runs_of(costs, cut_set)
         if self.repeats:
-            self._complete(held)
+            self._complete(numbering)
         # the number of each state's row in which all of the state is held
-        self.own = [numbers[live] for numbers, live in zip(held, costs.live, strict=True)]
+        self.own = [numbers[live] for numbers, live in zip(numbering, costs.live, strict=True)]
         # the states where a segment may end before its run does, each with its row's number there
         self.stops = [
-            [(end, held[end][live & costs.live[end]]) for end in of_state]
+            [(end, numbering[end][live & costs.live[end]]) for end in of_state]
             for of_state, live in zip(ends, costs.live, strict=True)
         ]
         # in row 0 of state 0 nothing is held
         self.rows = [
-            [self._row(state, storages, held) for storages in numbers]
-            for state, numbers in enumerate(held)
+            [self._row(state, storages, numbering) for storages in numbers]
+            for state, numbers in enumerate(numbering)
         ]
 
-    def _follow(self, held: list[dict[Storages, int]]) -> None:
+    def _follow(self, numbering: list[dict[Storages, int]]) -> None:
         """Adds the sets that follow others when steps are kept."""
         for state, saved in enumerate(self.costs.saved):
-            for storages in held[state]:
-                self._number(held[state + 1], (storages | saved) & self.costs.live[state + 1])
+            for storages in numbering[state]:
+                self._number(numbering[state + 1], (storages | saved) & self.costs.live[state + 1])
 
-    def _complete(self, held: list[dict[Storages, int]]) -> None:
+    def _complete(self, numbering: list[dict[Storages, int]]) -> None:
         """Adds to each part of a run the sets of other parts, and what follows them."""
         costs, count = self.costs, 0
-        while count != (count := sum(map(len, held))):
+        while count != (count := sum(map(len, numbering))):
             for run in self.repeats:
                 for first in range(run.start, run.start + run.period):
                     copies = range(first, run.stop, run.period)
                     names = {state: in_order(costs.live[state], costs) for state in copies}
                     sets = dict.fromkeys(
-                        frozenset(place for place, name in enumerate(of) if name in storages)
-                        for state, of in names.items()
-                        for storages in held[state]
+                        frozenset(n for n, name in enumerate(order) if name in storages)
+                        for state, order in names.items()
+                        for storages in numbering[state]
                     )
-                    for state, of in names.items():
-                        held[state] = {
-                            frozenset(of[place] for place in places): number
-                            for number, places in enumerate(sets)
+                    for state, order in names.items():
+                        numbering[state] = {
+                            frozenset(order[n] for n in positions): number
+                            for number, positions in enumerate(sets)
                         }
-            self._follow(held)
+            self._follow(numbering)
 
     def _number(self, numbers: dict[Storages, int], storages: Storages) -> None:
         if storages not in numbers:
@@ -153,18 +153,18 @@ class SearchSpace:
             if self.room < 0:
                 raise _TooLarge
 
-    def _row(self, state: int, storages: Storages, held: Sequence[dict[Storages, int]]) -> StateRow:
+    def _row(self, state: int, storages: Storages, rows: Sequence[dict[Storages, int]]) -> StateRow:
         costs = self.costs
         missing = costs.bytes_of(costs.live[state] - storages)
         if state == len(costs):
             return StateRow(missing, 0, 0)
         saved = costs.saved[state]
-        following = held[state + 1][(storages | saved) & costs.live[state + 1]]
+        following = rows[state + 1][(storages | saved) & costs.live[state + 1]]
         return StateRow(missing, costs.bytes_of(saved - storages), following)
 
 
 class Entries:
-    """The places of the dynamic program's values in its table, and the order of computing them.
+    """The indices of the dynamic program's values in its table, and the order of computing them.
 
     An entry has a state, a row and an end. The entries of a row are in the order of their ends.
     In a run of equal parts only the states of the first part have entries: an entry of a later part
@@ -183,7 +183,7 @@ class Entries:
         self.near = np.minimum(every + space.near, states - 1)
         self.order = np.zeros(space.forward + 1, np.int64)
         self.order[self.cuts] = np.arange(len(self.cuts))
-        # of a copy: its distance in steps to the first, its last end, and the additional free bytes
+        # a copy's distance in steps to the first, its last end, and its additional free bytes
         self.moved, self.limit, self.grown = np.zeros((3, states), np.int64)
         for run in space.repeats:
             for number, part in enumerate(range(run.start, run.stop, run.period)[1:], 1):
@@ -215,8 +215,8 @@ class Entries:
         columns = np.where(near, ends - states - 1, self.offset[states] + self.order[ends])
         return self.first[states] + rows * self.width[states] + columns, grown
 
-    def place(self, state: int, row: int, end: int) -> tuple[int, int, int]:
-        """Returns an entry, its place among those of own rows, and its additional free bytes."""
+    def locate(self, state: int, row: int, end: int) -> tuple[int, int, int]:
+        """Returns an entry, its index among those of own rows, and its additional free bytes."""
         grown, column = 0, end - state - 1
         if end <= self.limit.item(state):
             moved, grown = self.moved.item(state), self.grown.item(state)
@@ -269,9 +269,9 @@ def search_spaces(costs: StepCosts) -> Iterator[SearchSpace]:
     if space is not None:
         yield space
     if lasting and (space is None or space.near < NEAR):
-        held = _fitting(_always_held(costs, lasting), 1)
-        assert held is not None, "with so few cuts any space is taken"
-        yield held
+        smaller = _fitting(_always_held(costs, lasting), 1)
+        assert smaller is not None, "with so few cuts any space is taken"
+        yield smaller
 
 
 def _fitting(costs: StepCosts, fewest: int) -> SearchSpace | None:
@@ -339,10 +339,10 @@ def default_cuts(costs: StepCosts, most: int = MANY) -> list[int]:
 def runs_of(costs: StepCosts, marked: Container[int]) -> list[Run]:
     """Returns runs that do not overlap, in order; copies of a marked state are marked."""
     keys = list(_keys(costs, marked))
-    live, saved = ([in_order(one, costs) for one in sets] for sets in (costs.live, costs.saved))
-    places = defaultdict[Hashable, list[int]](list)
+    live, saved = ([in_order(s, costs) for s in sets] for sets in (costs.live, costs.saved))
+    steps_of_key = defaultdict[Hashable, list[int]](list)
     for step, key in enumerate(keys):
-        places[key].append(step)
+        steps_of_key[key].append(step)
 
     def run_of(start: int, period: int) -> Run:
         """Returns the longest run of this start and period; a short one if nothing repeats."""
@@ -365,7 +365,7 @@ def runs_of(costs: StepCosts, marked: Container[int]) -> list[Run]:
     runs: list[Run] = []
     start = 0
     while start < len(costs):
-        same = places[keys[start]]
+        same = steps_of_key[keys[start]]
         after = bisect_right(same, start)
         periods = (other - start for other in same[after : after + TRIED])
         tried = (
@@ -374,12 +374,12 @@ def runs_of(costs: StepCosts, marked: Container[int]) -> list[Run]:
             # with fewer parts it would not be a run
             if (last := start + (PARTS - 1) * period) < len(keys) and keys[last] == keys[start]
         )
-        found = max(tried, key=lambda run: (run.stop, -run.period), default=None)
-        if found is None or found.stop - start < PARTS * found.period:
+        longest = max(tried, key=lambda run: (run.stop, -run.period), default=None)
+        if longest is None or longest.stop - start < PARTS * longest.period:
             start += 1
         else:
-            runs.append(found)
-            start = found.stop
+            runs.append(longest)
+            start = longest.stop
     return runs
 
 
@@ -387,19 +387,20 @@ class _Renaming:
     """Maps the storages of one part to those of another, one to one."""
 
     def __init__(self) -> None:
-        self.others: dict[int, int] = {}
-        self.ones: dict[int, int] = {}
+        self.to_other: dict[int, int] = {}
+        self.to_first: dict[int, int] = {}
 
     def __call__(self, some: Iterable[int], others: Iterable[int]) -> bool:
         """Returns whether these storages, in order, are mapped to each other, or can be."""
+        to, back = self.to_other, self.to_first
         return all(
-            self.others.setdefault(one, other) == other and self.ones.setdefault(other, one) == one
-            for one, other in zip(some, others, strict=True)
+            to.setdefault(first, other) == other and back.setdefault(other, first) == first
+            for first, other in zip(some, others, strict=True)
         )
 
 
 def in_order(storages: Collection[int], costs: StepCosts) -> list[int]:
-    """Sorts storages so that those of equal parts have the same places.
+    """Sorts storages so that those of equal parts have the same positions.
 
     By size first: the input of the first layer may be older than storages that all layers share.
     """

@@ -36,10 +36,10 @@ from zoo.planner.plan import Item, Plan, RoomyPlan, falling, thinned
 from zoo.policy.plan_report import FixedBytes, Frontier, PeakBytes, PlanReport, Point
 from zoo.profiling.caching_allocator import Rounding, rounding_of, with_rests
 from zoo.profiling.kernel_costs import Device, KernelCosts, rated_device, rated_name
-from zoo.profiling.log_profile import Outline, Profile
 from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerBytes, optimizer_bytes
 from zoo.profiling.peak_memory import resident_bytes
 from zoo.profiling.progress import each, shown
+from zoo.profiling.step_profile import Outline, Profile
 from zoo.units import SIZES, at_least, exact_bytes, parse_bytes, parse_ratio
 
 # bytes of a generator's state, and of a packed one that a segment keeps
@@ -55,7 +55,7 @@ FEW_GAPS, GAPS = 1 / 32, 1 / 8
 MOST = 10
 # the deepest nesting of such a plan: with 150 levels single steps are recomputed 11,000 times
 DEEPEST = 64
-# of two plans for larger inputs the one has as many times the room of the other
+# the least ratio between the rooms of two plans for larger inputs
 ROOMIER = 1.2
 
 Budget = int | float | str
@@ -66,11 +66,11 @@ BUDGETS = (
 
 
 @dataclass(frozen=True, eq=False)
-class BudgetPlanner:
-    """A traced training step, the costs of its steps, and their best plans.
+class StepPlanner:
+    """Plans one traced training step: its costs, its best plans, the plan for a budget.
 
-    The options are those of `zoo.plan`. `counted` are the bytes of the optimizer and `kernels` what
-    each different kernel took, if they are known.
+    The options are those of `zoo.plan`. `counted_optimizer` has the bytes of the optimizer and
+    `kernels` the costs of each different kernel, if they are known.
     """
 
     model: nn.Module
@@ -81,7 +81,7 @@ class BudgetPlanner:
     optimizer_in_backward: bool = False
     accumulates: bool = False
     holds_outputs: bool = True
-    counted: OptimizerBytes | None = None
+    counted_optimizer: OptimizerBytes | None = None
     kernels: Sequence[KernelCosts | None] = ()
 
     def __post_init__(self) -> None:
@@ -92,17 +92,17 @@ class BudgetPlanner:
                 "backward uses and frees each in its own; leave out one of both"
             )
 
-    def measured(self, *, timed: bool = True) -> "BudgetPlanner":
+    def measured(self, *, timed: bool = True) -> "StepPlanner":
         """Returns a planner with measured kernels, unless its device is not here."""
         return self.with_kernels(self.profile.kernels(timed=timed)) if self.is_here else self
 
-    def with_kernels(self, kernels: Sequence[KernelCosts | None]) -> "BudgetPlanner":
-        """Returns a planner of the same step whose kernels took this much."""
-        return replace(self, kernels=kernels, counted=self.optimizer_bytes)
+    def with_kernels(self, kernels: Sequence[KernelCosts | None]) -> "StepPlanner":
+        """Returns a planner of the same step with these costs of kernels."""
+        return replace(self, kernels=kernels, counted_optimizer=self.optimizer_bytes)
 
-    def in_backward(self) -> "BudgetPlanner":
+    def in_backward(self) -> "StepPlanner":
         """Returns a planner for the same step with the optimizer in the backward."""
-        return replace(self, optimizer_in_backward=True, counted=None)
+        return replace(self, optimizer_in_backward=True, counted_optimizer=None)
 
     @property
     def steps(self) -> int:
@@ -148,8 +148,8 @@ class BudgetPlanner:
     @functools.cached_property
     def optimizer_bytes(self) -> OptimizerBytes:
         """The bytes of the optimizer."""
-        if self.counted is not None:
-            return self.counted
+        if self.counted_optimizer is not None:
+            return self.counted_optimizer
         kind = None if self.rated is None else self.rated.kind
         arguments = self.optimizer, self.model.parameters(), self.optimizer_in_backward
         with shown("counting the optimizer's state"):
@@ -157,7 +157,7 @@ class BudgetPlanner:
 
     @functools.cached_property
     def profile(self) -> Profile:
-        """The log of the step, cut into steps."""
+        """The costs of the steps by device and kernels."""
         return Profile(self.model, self.outline, self.rounding)
 
     @functools.cached_property
@@ -202,9 +202,8 @@ class BudgetPlanner:
     def _optimizer_peak(self) -> int:
         return self.fixed.optimizer_peak + self.costs.bytes_of(self.costs.returned)
 
-    def report(self, memory_budget: Budget | None, max_overhead: Overhead | None) -> PlanReport:
-        """Chooses the plan for a budget and predicts what it costs."""
-        budget, overhead = parse_bounds(memory_budget, max_overhead)
+    def report(self, budget: Budget | None, overhead: float | None) -> PlanReport:
+        """Chooses the plan for bounds from `parse_bounds` and predicts its costs."""
         if overhead is not None:
             limit = 1 + overhead
             return self.describe(next(p for p in self.points if p.time_ratio <= limit), None)
@@ -279,9 +278,8 @@ class BudgetPlanner:
         plan.check(self.steps)
         return self._point(Plan([*plan, *range(self.steps, len(self.costs))]))
 
-    def bytes_of(self, budget: Any) -> int:
-        """Returns a budget in bytes."""
-        budget = parse_budget(budget)
+    def bytes_of(self, budget: Budget | None) -> int:
+        """Returns a parsed budget in bytes."""
         if budget == "device":
             own = self.model_device
             kinds = {own.type, "cpu" if own.type == "meta" else own.type}
@@ -446,8 +444,8 @@ def parse_bounds(memory_budget: Any, max_overhead: Any) -> tuple[Budget | None, 
     """Reads a budget and an overhead.
 
     Raises:
-        ArgumentError: not exactly one is given, it is none, or planning for it needs a package that
-            is not installed.
+        ArgumentError: not exactly one is given, in a wrong form, or planning for it needs a package
+            that is not installed.
     """
     if (memory_budget is None) == (max_overhead is None):
         raise ArgumentError(

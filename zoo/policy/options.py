@@ -1,7 +1,7 @@
 """The `checkpoint=` option: True, a number of segments, a scheme's name, "auto" or a Plan.
 
-An option is what a plan is made from once the steps of a model are known. `tracing.planned_forward`
-puts the plan in force and keeps it for the inputs that it serves.
+An option becomes a plan once the steps of a model are known. `tracing.planned_forward` puts the
+plan in force and keeps it for the inputs that it serves.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from zoo.planner.costs import simulate
 from zoo.planner.json_reader import read_file
 from zoo.planner.least_memory import least_memory
 from zoo.planner.plan import Plan, RoomyPlan
-from zoo.policy.budget import Budget, BudgetPlanner, Overhead, check_gathered, parse_bounds
+from zoo.policy.budget import Budget, Overhead, StepPlanner, check_gathered, parse_bounds
 from zoo.policy.plan_report import PlanReport
 from zoo.profiling.kernel_costs import is_of_kind
 from zoo.profiling.optimizer_memory import (
@@ -43,9 +43,9 @@ from zoo.profiling.progress import shown
 from zoo.units import exact_bytes, format_bytes
 
 Checkpoint = bool | int | str | Plan | PlanReport | tuple[Any, ...]
-# more than any model has blocks
+# more segments than any model has blocks
 MOST_SEGMENTS = 2**40
-# the optimizer that steps in the backward, or AdamW, which is said then
+# the optimizer that steps in the backward, or AdamW, with a warning
 ASSUMED = "assumed"
 _log = logging.getLogger("zoo")
 
@@ -79,7 +79,7 @@ def parse_checkpoint(option: Checkpoint) -> Checkpoint:
 
 
 def plan_or_option(option: Any) -> Any:
-    """Returns a parsed `checkpoint=` option, of a report the plan alone: it trains no user's step.
+    """Returns a parsed `checkpoint=` option; for a report its plan alone, without its budget.
 
     None stays None.
     """
@@ -88,14 +88,14 @@ def plan_or_option(option: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class CountedStep:
-    """What a budget counts of a training step beside the model.
+class StepSettings:
+    """The parts of a training step beside the model that a budget counts.
 
     Attributes:
-        optimizer: whose state is counted, as in `zoo.plan`, or ASSUMED.
-        loss: a function of what the model returns; None where it is in the model or takes nothing.
+        optimizer: the one whose state is counted, as in `zoo.plan`, or ASSUMED.
+        loss: a function of the model's output; None if it is in the model or takes no memory.
         accumulates: whether the step begins with the gradients of earlier backwards.
-        holds_outputs: whether what the model returns is held until the backward is over.
+        holds_outputs: whether a variable holds the outputs until the backward is over.
     """
 
     optimizer: OptimizerOption | None = ASSUMED
@@ -103,7 +103,7 @@ class CountedStep:
     accumulates: bool = False
     holds_outputs: bool = True
 
-    def for_model(self, model: nn.Module) -> "CountedStep":
+    def for_model(self, model: nn.Module) -> "StepSettings":
         """Returns the same without the state of an optimizer, which would live as long as a plan.
 
         Raises:
@@ -118,7 +118,7 @@ class CountedStep:
         groups = [{**g, "params": [*g["params"]]} for g in optimizer.param_groups]
         return replace(self, optimizer=optimizer_like(optimizer, groups))
 
-    def of(self, planner: BudgetPlanner) -> BudgetPlanner:
+    def of(self, planner: StepPlanner) -> StepPlanner:
         """Returns a planner in which this is counted.
 
         Raises:
@@ -131,7 +131,7 @@ class CountedStep:
             accumulates=self.accumulates,
             holds_outputs=self.holds_outputs,
             optimizer_in_backward=in_backward,
-            counted=None,
+            counted_optimizer=None,
         )
         if self.optimizer != ASSUMED:
             return replace(planner, optimizer=maker_of(self.optimizer, planner.model))
@@ -139,7 +139,7 @@ class CountedStep:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What tells steps apart, the same in all processes of a group."""
+        """The settings as text, the same in all processes of a group."""
         parts = self.optimizer, self.loss
         named = (part if isinstance(part, str) else _name(part) for part in parts)
         return (*named, str(self.accumulates), str(self.holds_outputs))
@@ -153,7 +153,7 @@ def option_for(
     checkpoint: Checkpoint,
     memory_budget: Budget | None,
     max_overhead: Overhead | None,
-    step: CountedStep | None = None,
+    step: StepSettings | None = None,
 ) -> "Option | None":
     """Returns an option of `zoo.checkpoint`; None for False. `step` is what a budget counts.
 
@@ -167,7 +167,7 @@ def option_for(
     checkpoint = plan_or_option(checkpoint)
     if checkpoint == "auto" or (bounded and checkpoint is False):
         budget = memory_budget if bounded else "device"
-        return Option("auto", *parse_bounds(budget, max_overhead), step=step or CountedStep())
+        return Option("auto", *parse_bounds(budget, max_overhead), step=step or StepSettings())
     if bounded:
         bound = "max_overhead" if memory_budget is None else "memory_budget"
         raise ArgumentError(
@@ -185,8 +185,8 @@ def option_for(
     if isinstance(checkpoint, tuple | list):
         if report is None:
             return Option(Plan(checkpoint))
-        counted = CountedStep(holds_outputs=report.holds_outputs)
-        return Option(Plan(checkpoint), report=report, step=counted)
+        settings = StepSettings(holds_outputs=report.holds_outputs)
+        return Option(Plan(checkpoint), report=report, step=settings)
     if not isinstance(checkpoint, int):
         schemes.check_name(checkpoint)
     elif checkpoint < 1:
@@ -196,13 +196,13 @@ def option_for(
 
 @dataclass(frozen=True)
 class Option:
-    """What a user chose, from which plans are made.
+    """A user's option, from which plans are made.
 
     Attributes:
         checkpoint: True, "auto", a number of segments, a scheme's name or a Plan.
         memory_budget: of "auto", in bytes, as a share of the baseline's peak, or "device".
         max_overhead: of "auto", as a share of the baseline's time.
-        report: that a given plan comes from; None where there is none.
+        report: the report that a given plan comes from; None without one.
         step: what a budget counts beside the model.
     """
 
@@ -210,7 +210,7 @@ class Option:
     memory_budget: Budget | None = None
     max_overhead: float | None = None
     report: PlanReport | None = None
-    step: CountedStep = CountedStep()
+    step: StepSettings = StepSettings()
 
     @property
     def plan(self) -> Plan | None:
@@ -219,7 +219,7 @@ class Option:
 
     @property
     def is_count(self) -> bool:
-        """Whether it is a number of segments, of which there may be fewer blocks."""
+        """Whether it is a number of segments, which may exceed the number of blocks."""
         return self.checkpoint is not True and isinstance(self.checkpoint, int)
 
     @property
@@ -232,7 +232,7 @@ class Option:
         """Whether it is a budget or an overhead, for which each kind of kernel is measured."""
         return bool(self.checkpoint == "auto")
 
-    def plan_for(self, planner: BudgetPlanner, *, runs_kernels: bool = True) -> Plan:
+    def plan_for(self, planner: StepPlanner, *, runs_kernels: bool = True) -> Plan:
         """Returns the plan for the steps of a model on inputs like these.
 
         Without `runs_kernels`, as for a step whose inputs may not fit now, `True` counts the
@@ -242,9 +242,9 @@ class Option:
             BudgetError: no plan keeps to the budget.
             PlanError: the user's plan is for other steps.
         """
-        return self._chosen(planner, runs_kernels=runs_kernels)[0].plan
+        return self._checked_plans(planner, runs_kernels=runs_kernels)[0].plan
 
-    def plans_for(self, planner: BudgetPlanner, *, has_run: bool = False) -> Sequence[RoomyPlan]:
+    def plans_for(self, planner: StepPlanner, *, has_run: bool = False) -> Sequence[RoomyPlan]:
         """Returns the plan, and for a budget in bytes others for larger inputs, by rising room.
 
         A training that has run goes on: where no plan keeps to the budget, it gets the plan of the
@@ -255,7 +255,8 @@ class Option:
                 was made for.
             PlanError: the user's plan is for other steps.
         """
-        plans, model, report = self._chosen(planner, has_run=has_run), planner.model, self.report
+        plans, model = self._checked_plans(planner, has_run=has_run), planner.model
+        report = self.report
         if report is None or report.budget is None or _is_elsewhere(report.device, model):
             return plans
         if any(map(is_spread, model.parameters())):
@@ -277,17 +278,17 @@ class Option:
         return [RoomyPlan(chosen.plan, (report.budget - still) / grows if grows else math.inf)]
 
     @shown("zoo.checkpoint")
-    def _chosen(
-        self, planner: BudgetPlanner, *, runs_kernels: bool = True, has_run: bool = False
+    def _checked_plans(
+        self, planner: StepPlanner, *, runs_kernels: bool = True, has_run: bool = False
     ) -> Sequence[RoomyPlan]:
         if self.checkpoint != "auto":
             planner = replace(planner, outline=planner.outline.without_loss())
-        plans = self._plans(planner, runs_kernels, has_run)
+        plans = self._unchecked_plans(planner, runs_kernels, has_run)
         plans[0].plan.check(planner.steps)
         return plans
 
-    def _plans(
-        self, planner: BudgetPlanner, runs_kernels: bool, has_run: bool
+    def _unchecked_plans(
+        self, planner: StepPlanner, runs_kernels: bool, has_run: bool
     ) -> Sequence[RoomyPlan]:
         option, model, outline = self.checkpoint, planner.model, planner.outline
         if self.plan is not None:
@@ -312,7 +313,7 @@ class Option:
             _warn_of_no_saving(option, plan, planner)
         return [RoomyPlan(plan)]
 
-    def _within_budget(self, planner: BudgetPlanner, has_run: bool) -> Sequence[RoomyPlan]:
+    def _within_budget(self, planner: StepPlanner, has_run: bool) -> Sequence[RoomyPlan]:
         """Plans for the budget and logs the prediction."""
         planner = self.step.of(planner).measured()
         is_assumed = self.step.optimizer == ASSUMED and not planner.optimizer_in_backward
@@ -371,30 +372,30 @@ def _warn_of_device(made_for: str, here: str) -> None:
     )
 
 
-def _with_optimizer_in_backward(planner: BudgetPlanner) -> BudgetPlanner:
+def _with_optimizer_in_backward(planner: StepPlanner) -> StepPlanner:
     """Returns a planner that counts the optimizer if it steps in the backward, and else none.
 
     One that cannot be made again, or cannot step on fake tensors, counts as AdamW.
     """
     attached = attached_to(planner.model.parameters())
     if attached is None:
-        return replace(planner, counted=OptimizerBytes())
+        return replace(planner, counted_optimizer=OptimizerBytes())
     group = attached.param_groups[0]
 
     def make(parameters: list[Any]) -> torch.optim.Optimizer:
         return optimizer_like(attached, [{**group, "params": parameters}])
 
-    planner = replace(planner, optimizer_in_backward=True, counted=None)
+    planner = replace(planner, optimizer_in_backward=True, counted_optimizer=None)
     with contextlib.suppress(ArgumentError):
-        return replace(planner, counted=replace(planner, optimizer=make).optimizer_bytes)
+        return replace(planner, counted_optimizer=replace(planner, optimizer=make).optimizer_bytes)
     return planner
 
 
-def _least(planner: BudgetPlanner, runs_kernels: bool) -> Plan:
+def _least(planner: StepPlanner, runs_kernels: bool) -> Plan:
     """Returns the plan with the least peak of the whole training step.
 
-    Of activations, gradients of parameters and kernel workspaces, for which each different kernel
-    runs once. Gradients of parameters that are spread over processes are left out.
+    It counts activations, gradients of parameters and kernel workspaces, for which each different
+    kernel runs once. Gradients of parameters that are spread over processes are left out.
     """
     if any(map(is_spread, planner.model.parameters())):
         return least_memory(_with_optimizer_in_backward(planner).costs)
@@ -407,27 +408,27 @@ def _least(planner: BudgetPlanner, runs_kernels: bool) -> Plan:
     return plan
 
 
-# the models of which a warning said so, and the options that it named
+# for each model the options of which a warning was logged
 _SAVES_NOTHING: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
-def _warn_of_no_saving(option: Any, plan: Plan, planner: BudgetPlanner) -> None:
+def _warn_of_no_saving(option: Any, plan: Plan, planner: StepPlanner) -> None:
     """Warns, once for a model and an option, if a plan takes no less than training without one."""
     model = planner.model
-    said = _SAVES_NOTHING.setdefault(model, set())
-    if repr(option) in said:
+    logged = _SAVES_NOTHING.setdefault(model, set())
+    if repr(option) in logged:
         return
     costs = planner.costs_with_gradients
     plain = simulate(Plan.keep_all(len(costs)), costs).peak
     peak = simulate(plan, costs).peak
     if plain and peak >= plain:
-        said.add(repr(option))
+        logged.add(repr(option))
         hint = (
             ". Where the peak is made by the gradients of weights, zoo.optimizer_in_backward frees "
             "them"
         )
         _log.warning(
-            "checkpoint=%r saves nothing of %s: a training step takes %s by its plan and %s plain, "
+            "checkpoint=%r saves nothing of %s: a training step takes %s by its plan, %s without, "
             "beside weights and optimizer. Take another option, such as memory_budget=, which says "
             "the least that is possible, or leave checkpointing out%s",
             option,
@@ -456,7 +457,7 @@ def _first_decided(request: str, decide: Callable[[], Sequence[RoomyPlan]]) -> S
     if store.check([key]):
         text = store.get(key)
     else:
-        made = "\n".join(f"{room!r} {plan.text()}" for plan, room in decide())
-        text = store.compare_set(key, "", made)
+        own_plans = "\n".join(f"{room!r} {plan.text()}" for plan, room in decide())
+        text = store.compare_set(key, "", own_plans)
     lines = (line.split(maxsplit=1) for line in text.decode().splitlines())
     return [RoomyPlan(Plan.parse(plan), float(room)) for room, plan in lines]

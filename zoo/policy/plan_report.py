@@ -16,7 +16,7 @@ from zoo.planner.json_reader import read, read_file, read_json
 from zoo.planner.plan import Plan, thinned
 from zoo.report.escaping import markdown_table, to_csv
 from zoo.report.pictures import plots
-from zoo.units import counted, format_bytes
+from zoo.units import format_bytes, plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -128,7 +128,7 @@ def peak_table(categories: Mapping[str, int], peak: int) -> str:
     return markdown_table(("category", "bytes", "share"), rows)
 
 
-# of saved reports; steps of the first one were other ranges of a model
+# the format of saved reports; in format 1 steps were other ranges of a model
 FORMAT = 2
 
 
@@ -379,7 +379,7 @@ class Frontier(Sequence[Point]):
         ]
         left_out = f", {points} of them shown" if len(best) > points else ""
         return (
-            f"{self.title}, one training step: {counted(len(best), 'best plan')}{left_out}\n\n"
+            f"{self.title}, one training step: {plural(len(best), 'best plan')}{left_out}\n\n"
             f"{markdown_table(columns, rows)}\n\n"
             f"no plan goes below {format_bytes(self.lower_bound)}"
             f"{'' if self.kernels_measured else f'; {estimated_for(self.device)}'}"

@@ -27,11 +27,11 @@ class LeafGradient(NamedTuple):
     gradient: Tensor
 
 
-class _Pending:
+class _PendingNode:
     """A node that will run: the gradients of its outputs so far, and how many are missing.
 
-    `owners` are what the graph owns the node by. Python does not own the node of an
-    `autograd.Function`, so that without them it is gone before it runs (torch 2.11).
+    `owners` keep the node alive: Python does not own that of an `autograd.Function`, which would
+    be freed before it runs (torch 2.11).
     """
 
     def __init__(self, node: Node) -> None:
@@ -49,7 +49,7 @@ class _Pending:
             return gradient
         if gradient.shape != tuple(expected.shape):
             gradient = gradient.sum_to_size(tuple(expected.shape))
-        # `to` is a kernel on fake tensors also where it changes nothing
+        # on fake tensors `to` is a kernel even if it changes nothing
         return gradient if gradient.dtype == expected.dtype else gradient.to(expected.dtype)
 
     def add(self, gradient: Tensor | None, number: int, *, is_shared: bool) -> None:
@@ -62,13 +62,13 @@ class _Pending:
             self.gradients[number], self.is_shared = gradient, is_shared
             self.is_own = not (is_shared or gradient._is_view()) and _is_dense(gradient)
         elif self.is_leaf and self.is_own:
-            # as the engine does to what nothing else holds; a view holds its base
+            # as the engine does if nothing else holds the gradient; a view holds its base
             before.add_(gradient)
         else:
             self.gradients[number] = before + gradient
             self.is_own, self.is_shared = True, False
 
-    def kept(self) -> Any:
+    def gradient_of_leaf(self) -> Any:
         """Returns the gradient that a leaf keeps: a copy of one that another node will read."""
         return self.gradients[0].clone() if self.is_shared else self.gradients[0]  # type: ignore[union-attr]
 
@@ -85,19 +85,19 @@ def gradients_of(
 
     `roots` is emptied, so that each node is freed after it ran, together with its saved tensors.
     `on_node` is called before each node runs, and returns whether the gradients of the node are
-    copied; `on_end` when it has let go of what it saved, before the gradients that it returned are
-    added to others. With `keeps_graph` the graph is left as it was: a backward of the program's own
-    is not called, and zeros stand for the gradients that it would return.
+    copied; `on_end` when it has released its saved tensors, before its gradients are added to
+    others. With `keeps_graph` the graph stays as it was: backwards that the program defines are not
+    called, and zeros stand for their gradients.
     """
     pending = _pending(root.grad_fn for root in roots if root.grad_fn is not None)
     while roots:
         root = roots.pop()
-        if (made_by := root.grad_fn) is not None:
+        if (grad_fn := root.grad_fn) is not None:
             ones = torch.ones(root.shape, dtype=root.dtype, device=root.device)
-            pending[made_by].gradients[root.output_nr] = ones
-            pending[made_by].owners.append(root)
+            pending[grad_fn].gradients[root.output_nr] = ones
+            pending[grad_fn].owners.append(root)
             del ones
-        del root, made_by
+        del root, grad_fn
     order = itertools.count()
     ready: list[tuple[int, int, Node]] = [
         (-node._sequence_nr(), next(order), node) for node in pending if not pending[node].missing
@@ -106,28 +106,29 @@ def gradients_of(
     behind: Node | None
     while ready:
         node = heapq.heappop(ready)[-1]
-        given = pending.pop(node)
+        incoming = pending.pop(node)
         if (leaf := _leaf_of(node)) is not None:
-            if given.gradients[0] is not None:
-                yield LeafGradient(leaf, given.kept())
+            if incoming.gradients[0] is not None:
+                yield LeafGradient(leaf, incoming.gradient_of_leaf())
             continue
         is_copied = on_node(node)
-        made = _stood_in(node) if keeps_graph and _is_users(node) else _run(node, given)
+        is_skipped = keeps_graph and _is_users(node)
+        gradients = _zeros_instead(node) if is_skipped else _run(node, incoming)
         if is_copied:
-            made = [gradient if gradient is None else gradient.clone() for gradient in made]
+            gradients = [None if part is None else part.clone() for part in gradients]
         following = node.next_functions
         fitted = [
             None if behind is None else pending[behind].fitted(gradient, number)
-            for (behind, number), gradient in zip(following, made, strict=True)
+            for (behind, number), gradient in zip(following, gradients, strict=True)
         ]
         functions = [behind for behind, _ in following if behind and _is_function(behind)]
         for behind in functions:
-            pending[behind].owners.append((node, given.owners))
+            pending[behind].owners.append((node, incoming.owners))
         if functions and not keeps_graph and _is_function(node):
-            # it stays as an owner, and shall hold nothing
+            # the node stays as an owner, but its attributes need not
             vars(node).clear()
         # a name would keep the node alive; its saved tensors go before gradients are added up
-        del given, made, node, functions
+        del incoming, gradients, node, functions
         on_end()
         times = Counter(map(id, fitted))
         for (behind, number), gradient in zip(following, fitted, strict=True):
@@ -140,19 +141,19 @@ def gradients_of(
         del fitted, following, gradient, behind
 
 
-def _pending(roots: Iterable[Node]) -> dict[Node, _Pending]:
+def _pending(roots: Iterable[Node]) -> dict[Node, _PendingNode]:
     """Finds all nodes, and counts the edges that lead to each."""
-    found = {root: _Pending(root) for root in roots}
-    stack = [*found]
+    pending = {root: _PendingNode(root) for root in roots}
+    stack = [*pending]
     while stack:
         for node, _ in stack.pop().next_functions:
             if node is None:
                 continue
-            if node not in found:
-                found[node] = _Pending(node)
+            if node not in pending:
+                pending[node] = _PendingNode(node)
                 stack.append(node)
-            found[node].missing += 1
-    return found
+            pending[node].missing += 1
+    return pending
 
 
 def _leaf_of(node: Node) -> Tensor | None:
@@ -179,40 +180,37 @@ def _is_users(node: Node) -> bool:
     return _is_function(node) or "CppNode" in node.name()
 
 
-def _stood_in(node: Node) -> list[Tensor | None]:
+def _zeros_instead(node: Node) -> list[Tensor | None]:
     """Returns zeros in place of the gradients that a node would return."""
     following = node.next_functions
     kinds = [None if behind is None else behind._input_metadata[n] for behind, n in following]
-    return [
-        None
-        if kind is None or kind.is_nested_tensor
-        else torch.zeros(tuple(kind.shape), dtype=kind.dtype, device=kind.device)
-        for kind in kinds
-    ]
+    return [None if kind is None or kind.is_nested_tensor else _zeros(kind) for kind in kinds]
 
 
-def _run(node: Node, pending: _Pending) -> Sequence[Tensor | None]:
+def _zeros(kind: Any) -> Tensor:
+    return torch.zeros(tuple(kind.shape), dtype=kind.dtype, device=kind.device)
+
+
+def _run(node: Node, pending: _PendingNode) -> Sequence[Tensor | None]:
     """Runs a node; returns a gradient or None for each of its next nodes."""
     try:
         return _called(node, pending)
     except (Exception, NumbersNeeded):
-        # on fake tensors alone, as where a mask selects as many numbers as data say; or in
+        # fails on fake tensors alone, as a mask that selects an unknown number of elements; or in
         # training, too, which raises it
-        return _stood_in(node)
+        return _zeros_instead(node)
 
 
-def _called(node: Any, pending: _Pending) -> Sequence[Tensor | None]:
-    given = pending.gradients
+def _called(node: Any, pending: _PendingNode) -> Sequence[Tensor | None]:
+    incoming = pending.gradients
     if not _is_function(node):
-        made = node(*given)
-        return made if isinstance(made, tuple) else (made,)
+        returned = node(*incoming)
+        return returned if isinstance(returned, tuple) else (returned,)
     # an autograd.Function gets zeros for a missing gradient
-    gradients = (
-        torch.zeros(tuple(kind.shape), dtype=kind.dtype, device=kind.device) if one is None else one
-        for one, kind in zip(given, pending.metadata, strict=True)
-    )
-    made = node.apply(*gradients)
-    every = made if isinstance(made, tuple) else (made,)
+    pairs = zip(incoming, pending.metadata, strict=True)
+    gradients = (_zeros(kind) if part is None else part for part, kind in pairs)
+    returned = node.apply(*gradients)
+    every = returned if isinstance(returned, tuple) else (returned,)
     # only its tensor arguments have next nodes
     wanted = itertools.compress(every, node.needs_input_grad)
     return [None if behind is None else next(wanted) for behind, _ in node.next_functions]

@@ -9,8 +9,8 @@ request, a segment at least as large as its block:
     below 10 MiB      likewise                20 MiB, shared by large blocks
     10 MiB and more   likewise                the block, rounded up to 2 MiB
 
-A large block takes all of a free one where splitting it would leave 1 MiB or less. What a plan
-counts for that is `with_rests`: exact for a block with a segment of its own, an estimate for blocks
+A large block takes all of a free one if splitting it would leave 1 MiB or less. Plans count that
+by `with_rests`: exact for a block with a segment of its own, an estimate for blocks
 that share one.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp, the constants those of
@@ -25,11 +25,11 @@ BLOCK = 512
 SMALL = MIB
 SEGMENT = 2 * MIB
 # a block of this size or more gets a segment sized for it
-ALONE = 10 * MIB
+OWN_SEGMENT = 10 * MIB
 # cuBLAS has one for each thread that multiplies, the forward's and the backward's: ":4096:2:16:8",
 # in KiB, in parseChosenWorkspaceSize of aten/src/ATen/cuda/CublasHandlePool.cpp; 32 MiB on Hopper
 CUBLAS_WORKSPACE = (4096 * 2 + 16 * 8) << 10
-# of the blocks that share large segments this part is lost to rests, 0.3 MiB of each segment of
+# blocks that share large segments lose one of so many bytes to rests, 0.3 MiB of each segment of
 # 20 MiB: an estimate, chosen by the recorded steps of tests/policy/recorded_steps.py, of which none
 # takes more than predicted with it (docs/cuda.md)
 RESTS = 64
@@ -44,7 +44,7 @@ def as_requested(size: int) -> int:
 
 
 def in_blocks(size: int) -> int:
-    """Counts whole blocks: what the caching allocator takes where it splits every free block."""
+    """Counts whole blocks, as the caching allocator does if it splits every free block."""
     return rounded_up(size, BLOCK)
 
 
@@ -54,7 +54,7 @@ def with_rests(size: int) -> int:
     A block with a segment of its own takes all of it where 1 MiB or less is left.
     """
     block = in_blocks(size)
-    if block < ALONE:
+    if block < OWN_SEGMENT:
         return block + (in_blocks(block // RESTS) if block > SMALL else 0)
     rest = rounded_up(block, SEGMENT) - block
     return block + rest if rest <= SMALL else block

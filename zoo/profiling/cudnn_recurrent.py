@@ -1,4 +1,4 @@
-"""The sizes of what cuDNN's recurrent networks take and make: weights, reserve, dropout's state.
+"""The sizes of the buffers of cuDNN's recurrent networks: weights, reserve, dropout's state.
 
 An LSTM or GRU on CUDA is one kernel for all its layers and time steps. Its weights lie in one flat
 buffer, and it returns a reserve, which only its own backward reads: most of what it saves.
@@ -53,7 +53,7 @@ class Network(NamedTuple):
 
     @property
     def outputs(self) -> int:
-        """The width of what a direction returns."""
+        """The width of a direction's output."""
         return self.projected or self.hidden
 
     @property
@@ -69,23 +69,23 @@ class Network(NamedTuple):
 
     @property
     def weights(self) -> int:
-        """The numbers in the flat buffer of all weights; biases are there without being used."""
+        """The numbers in the flat buffer of all weights; biases have room even if unused."""
         return sum(map(sum, self.parts))
 
     @property
     def offsets(self) -> list[list[int]]:
         """Where in the flat buffer each parameter begins."""
         biases = sum(sum(sizes) - 2 * sizes[2] for sizes in self.parts)
-        found, matrices = [], 0
+        by_part, matrices = [], 0
         for first, second, bias, _, *projection in self.parts:
             offsets = [matrices, matrices + first, biases, biases + bias]
-            found.append([*offsets, *(matrices + first + second for _ in projection)])
+            by_part.append([*offsets, *(matrices + first + second for _ in projection)])
             matrices += first + second + sum(projection)
             biases += 2 * bias
-        return found
+        return by_part
 
     def reserve_bytes(self) -> int:
-        """Estimates the bytes of the reserve, where no device can be asked.
+        """Estimates the bytes of the reserve, for a device that is not here.
 
         Of an LSTM exactly what cuDNN 9.19 asked for on an H200, for one layer in float32 and in
         half precision and for two with dropout; an estimate for a GRU, a network without gates,
@@ -104,9 +104,9 @@ class Network(NamedTuple):
 
 
 def dropout_state_bytes(device: torch.device) -> int:
-    """Returns the bytes of a dropout's state; of an H200's where there is no such device.
+    """Returns the bytes of a dropout's state; without CUDA those on an H200.
 
-    There 6,488,064, as was measured; other devices are taken to need as much per multiprocessor.
+    There 6,488,064 were measured; other devices are taken to need as much per multiprocessor.
     """
     there = device.type == "cuda" and torch.cuda.is_available()
     processors = PROCESSORS

@@ -1,9 +1,9 @@
-"""What kernels return on fake tensors: by rules, or as torch says it, corrected.
+"""The results of kernels on fake tensors: by rules, or torch's own, corrected.
 
 The rules are for the kernels that are called most. They give torch's own results, several times
-faster. Where torch's results are wrong, the operators that follow are others than in a real forward
-(a `view`, not a `clone`), so that a plan that was made ahead is for a forward that never comes; or
-bytes are missing:
+faster. Where torch's results are wrong, other operators follow than in a real forward (a `view`,
+not a `clone`), so that a plan that was made ahead is for a forward that never comes; or bytes are
+missing:
 
 - Fused optimizers write in place and allocate nothing. torch has no fake kernels for them and runs
   them on real tensors of the same sizes. For those of lists torch takes long.
@@ -12,7 +12,7 @@ bytes are missing:
 - The CPU's LSTM returns a workspace for its backward, and cuDNN's networks a reserve, most of what
   they save. A fake one is empty. Only the kernel knows the real size: each different call runs
   once, for real. Without the device cuDNN's is estimated (`cudnn_recurrent`). torch has no results
-  of its backward, or of what goes before it: the state of its dropout and the flat weights. The
+  of its backward, or of the kernels before it: the state of its dropout and the flat weights. The
   backward of the CPU's LSTM returns the gradients of both biases in memory of their own.
 - Norms, `roll` and the like of a tensor in channels last return channels last on the CPU, and a
   batch norm of one that is in no memory format a contiguous one.
@@ -81,7 +81,7 @@ POINTWISE = frozenset().union(
 # the same, written to the first argument
 IN_PLACE = _operators("Tensor", "add_ sub_ mul_ div_") | _operators("default", "relu_ silu_ tanh_")
 ELEMENTWISE = POINTWISE | IN_PLACE
-# a size comes first, or a tensor of the type and device to make it of
+# the first argument is a size, or a tensor that gives the dtype and device
 MAKERS = _operators("default", "ones zeros new_empty new_zeros") | _operators(
     "memory_format", "empty"
 )
@@ -89,7 +89,7 @@ ALIKE = _operators("default", "empty_like ones_like zeros_like clone")
 
 
 def result_of(mode: FakeTensorMode, func: Operator, args: Args, kwargs: Kwargs) -> PyTree:
-    """Returns what a kernel returns on fake tensors, by a rule or as torch says it, corrected.
+    """Returns the result of a kernel on fake tensors, by a rule or torch's own, corrected.
 
     Raises:
         DataDependentOutputException, DynamicOutputShapeException: it needs values.
@@ -104,21 +104,21 @@ def result_of(mode: FakeTensorMode, func: Operator, args: Args, kwargs: Kwargs) 
     except DATA_NEEDED:
         raise
     except RuntimeError:
-        made = _specs_of_results(func, args, kwargs) if effects_of(func).simple else None
-        if not isinstance(made, list):
+        specs = _specs_of_results(func, args, kwargs) if effects_of(func).simple else None
+        if not isinstance(specs, list):
             raise
-        fakes = [_empty(mode, s.shape, s.stride, s.dtype, args[0].device) for s in made]
+        fakes = [_empty(mode, s.shape, s.stride, s.dtype, args[0].device) for s in specs]
         return fakes[0] if len(func._schema.returns) == 1 else tuple(fakes)
     correct = _CORRECTIONS.get(func)
     return result if correct is None else correct(mode, result, *args)
 
 
-# what kernels return where torch's rules do not say it, or raise; by the repr of the call's spec
+# results, or errors, of kernels for which torch has no rule; by the repr of the call's spec
 _results: dict[str, list[TensorSpec] | str] = {}
 
 
 def _specs_of_results(func: Operator, args: Args, kwargs: Kwargs) -> list[TensorSpec] | str | None:
-    """Returns specs of what a kernel returns for real, or the error; None if not tried."""
+    """Returns specs of a kernel's results on real tensors, or the error; None if not tried."""
     spec = KernelSpec.of(func, args, kwargs)
     if spec is None or not isinstance(args[0], Tensor):
         return None
@@ -128,11 +128,11 @@ def _specs_of_results(func: Operator, args: Args, kwargs: Kwargs) -> list[Tensor
             try:
                 # fails, too, where the device is not here
                 operator, args, kwargs = spec.prepared()
-                made = tensors_in(operator(*args, **kwargs))
+                results = tensors_in(operator(*args, **kwargs))
             except Exception as error:
                 _results[repr(spec)] = in_a_line(error, LONGEST)
             else:
-                _results[repr(spec)] = [TensorSpec.of(tensor) for tensor in made]
+                _results[repr(spec)] = [TensorSpec.of(tensor) for tensor in results]
     return _results[repr(spec)]
 
 
@@ -220,8 +220,8 @@ def _are_in_order(tensors: Sequence[Tensor]) -> bool:
     """Returns whether later axes have smaller steps in all tensors: the result is contiguous."""
     return all(
         step > following > 0
-        for one in tensors
-        for step, following in itertools.pairwise(one.stride())
+        for tensor in tensors
+        for step, following in itertools.pairwise(tensor.stride())
     )
 
 
@@ -229,8 +229,8 @@ def _empty(
     mode: FakeTensorMode, shape: Shape, stride: Shape, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     with DisableTorchDispatch():
-        made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    fake: Tensor = FakeTensor(mode, made, device)
+        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    fake: Tensor = FakeTensor(mode, meta, device)
     return fake
 
 
@@ -254,14 +254,12 @@ def _contiguous(
 ) -> Tensor:
     """Makes a tensor that is contiguous in a memory format."""
     with DisableTorchDispatch():
-        made = torch.empty(shape, dtype=dtype, device="meta", memory_format=memory_format)
-    fake: Tensor = FakeTensor(mode, made, device)
+        meta = torch.empty(shape, dtype=dtype, device="meta", memory_format=memory_format)
+    fake: Tensor = FakeTensor(mode, meta, device)
     return fake
 
 
-def _made(
-    mode: FakeTensorMode, first: Tensor | Shape, size: Shape = (), **others: PyTree
-) -> PyTree:
+def _new(mode: FakeTensorMode, first: Tensor | Shape, size: Shape = (), **others: PyTree) -> PyTree:
     dtype, device = others.pop("dtype", None), others.pop("device", None)
     if not _are_defaults(device, others):
         return NotImplemented
@@ -299,12 +297,12 @@ def _joined(mode: FakeTensorMode, tensors: Sequence[Tensor], dim: int = 0) -> Py
     if not (-axes <= dim < axes and all(map(_is_plain, tensors)) and is_formatless):
         return NotImplemented
     dim %= axes
-    kinds = {(*one.shape[:dim], *one.shape[dim + 1 :], one.dtype, one.device) for one in tensors}
+    kinds = {(*t.shape[:dim], *t.shape[dim + 1 :], t.dtype, t.device) for t in tensors}
     # an empty one may have any shape
-    if len(kinds) > 1 or not all(len(one.shape) == axes and one.numel() for one in tensors):
+    if len(kinds) > 1 or not all(len(t.shape) == axes and t.numel() for t in tensors):
         return NotImplemented
     shape = [*first.shape]
-    shape[dim] = sum(one.shape[dim] for one in tensors)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
     return _contiguous(mode, shape, first.dtype, first.device)
 
 
@@ -315,7 +313,7 @@ def _product(mode: FakeTensorMode, *tensors: Tensor, axes: int = 2, **_: PyTree)
     if not (
         all(map(_is_plain, tensors))
         and len(x.shape) == len(y.shape) == axes
-        and len({(one.dtype, one.device) for one in tensors}) == 1
+        and len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1
         and (*x.shape[:-2], x.shape[-1]) == tuple(y.shape[:-1])
         and all(tuple(bias.shape) == shape[-1:] for bias in biases)
     ):
@@ -343,10 +341,10 @@ def _are_defaults(device: torch.device | None, others: Mapping[str, object]) -> 
 def _view(mode: FakeTensorMode, func: Operator, args: Args, kwargs: Kwargs) -> PyTree:
     device = args[0].device
     with in_kernel_invocation(mode):
-        found = func(*args, **kwargs)
-    if isinstance(found, Tensor):
-        return FakeTensor(mode, found, device)
-    return [FakeTensor(mode, view, device) for view in found]
+        result = func(*args, **kwargs)
+    if isinstance(result, Tensor):
+        return FakeTensor(mode, result, device)
+    return [FakeTensor(mode, view, device) for view in result]
 
 
 def _batch_norm(mode: FakeTensorMode, x: Tensor, *others: PyTree) -> PyTree:
@@ -389,8 +387,8 @@ def _set_storage(
         converter = mode.fake_tensor_converter.meta_converter
         key = converter.describer.get_storage_id(storage)
         if key not in converter.storage_memo:
-            made = torch.UntypedStorage(storage.nbytes(), device="meta")
-            converter.storage_memo[key] = made
+            meta = torch.UntypedStorage(storage.nbytes(), device="meta")
+            converter.storage_memo[key] = meta
         storage = converter.storage_memo[key]
     offset, *sizes = geometry or (0, (storage.nbytes() // tensor.itemsize,))
     with in_kernel_invocation(mode):
@@ -401,9 +399,9 @@ def _set_storage(
 def _dropout_state(
     mode: FakeTensorMode, *args: PyTree, device: torch.device, **others: PyTree
 ) -> Tensor:
-    """Returns a real state where the device is here: torch keeps it, and gives it to later calls.
+    """Returns a real state if the device is here: torch keeps it, and gives it to later calls.
 
-    For them to find it as without this, the generator has to count as seeded again.
+    So that these make it anew, as without this call, the generator has to count as seeded again.
     """
     with contextlib.suppress(Exception), unset_fake_temporarily():
         state: Tensor = DROPOUT_STATE(*args, device=device, **others)
@@ -414,7 +412,7 @@ def _dropout_state(
 def _recurrent(
     mode: FakeTensorMode, x: Tensor, weights: Sequence[Tensor], *others: PyTree
 ) -> PyTree:
-    """Returns output, states after, reserve and flat weights: those that it gets, if it does."""
+    """Returns output, states after, reserve and flat weights: the argument, if there is one."""
     _, flat, hidden, cell, *settings, _ = others
     network, batch_first = Network.of(x, settings), settings[4]
     width = network.outputs * network.directions
@@ -422,9 +420,9 @@ def _recurrent(
     output = _contiguous(mode, (*sequence, width), x.dtype, x.device)
     if flat is None:
         flat = _flat_weights(mode, weights, network)
-    made = _specs_of_results(RECURRENT, (x, weights, *others), {})
+    specs = _specs_of_results(RECURRENT, (x, weights, *others), {})
     # the flat weights come last, with or without memory of their own
-    size = made[3].bytes if isinstance(made, list) else network.reserve_bytes()
+    size = specs[3].bytes if isinstance(specs, list) else network.reserve_bytes()
     reserve = _contiguous(mode, (size,), torch.uint8, x.device)
     note_reserve(reserve.untyped_storage())
     return (
@@ -474,7 +472,7 @@ def _weights_in(
     offsets = list(itertools.chain.from_iterable(network.offsets))
     pairs = list(zip(weights, offsets, strict=False))
     if len(offsets) != len(weights):
-        return [_contiguous(mode, one.shape, one.dtype, one.device) for one in weights]
+        return [_contiguous(mode, weight.shape, weight.dtype, weight.device) for weight in weights]
     with DisableTorchDispatch():
         whole = torch.empty(flat.shape, dtype=flat.dtype, device="meta")
         parts = [whole.as_strided(w.shape, w.stride(), start).detach() for w, start in pairs]
@@ -490,14 +488,14 @@ def _flatten(
     network = Network.flattened(weights[0].dtype, *settings)
     flat = _contiguous(mode, (network.weights,), weights[0].dtype, weights[0].device)
     # without biases the parameters are every second ones, and a projection
-    kept = [own if stride > 3 else [*own[:2], *own[4:]] for own in network.offsets]
-    for weight, offset in zip(weights, itertools.chain.from_iterable(kept), strict=True):
+    offsets = [own if stride > 3 else [*own[:2], *own[4:]] for own in network.offsets]
+    for weight, offset in zip(weights, itertools.chain.from_iterable(offsets), strict=True):
         _set_storage(mode, weight, flat.untyped_storage(), offset, weight.shape)
     return flat
 
 
 _RULES: dict[Operator, Callable[..., PyTree]] = {
-    **dict.fromkeys(MAKERS, _made),
+    **dict.fromkeys(MAKERS, _new),
     **dict.fromkeys(ALIKE, _alike),
     _aten.clone.default: _clone,
     _aten.cat.default: _joined,
@@ -515,12 +513,12 @@ _RULES: dict[Operator, Callable[..., PyTree]] = {
 }
 
 
-# the reduction comes third, where it is given; 0 is none
+# the third argument, if there is one, is the reduction; 0 is none
 _REDUCED = (_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.soft_margin_loss.default)
 
 
 def _format_of(tensor: Tensor) -> torch.memory_format:
-    """Returns the memory format that kernels which keep one keep of a tensor."""
+    """Returns the memory format of a tensor, as kernels see it that preserve the format."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     last = formats.get(tensor.ndim)
     is_last = last is not None and tensor.is_contiguous(memory_format=last)
@@ -528,21 +526,21 @@ def _format_of(tensor: Tensor) -> torch.memory_format:
 
 
 def _in(mode: FakeTensorMode, result: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """Returns a result in a memory format: itself, where it has that."""
+    """Returns a result in a memory format: itself, if it has that."""
     if result.is_contiguous(memory_format=memory_format):
         return result
     return _contiguous(mode, result.shape, result.dtype, result.device, memory_format)
 
 
-def _kept(mode: FakeTensorMode, result: Tensor, x: Tensor, *_: object) -> Tensor:
+def _like_input(mode: FakeTensorMode, result: Tensor, x: Tensor, *_: object) -> Tensor:
     is_here = x.device == CPU and result.shape == x.shape
     return _in(mode, result, _format_of(x)) if is_here else result
 
 
-def _gradient_kept(
+def _gradient_like_input(
     mode: FakeTensorMode, result: Tensor, _: Tensor, x: Tensor, *__: object
 ) -> Tensor:
-    return _kept(mode, result, x)
+    return _like_input(mode, result, x)
 
 
 def _norm(mode: FakeTensorMode, result: PyTree, x: Tensor, *weights: object) -> PyTree:
@@ -550,7 +548,7 @@ def _norm(mode: FakeTensorMode, result: PyTree, x: Tensor, *weights: object) -> 
     if x.device == CPU:
         dtype = statistics_type(x, *weights)
         statistics = [saved.to(dtype) for saved in statistics]
-    return (_kept(mode, output, x), *statistics)
+    return (_like_input(mode, output, x), *statistics)
 
 
 def _norm_backward(
@@ -559,13 +557,13 @@ def _norm_backward(
     of_input, *others = result
     if of_input is None or x.device != CPU:
         return result
-    return (_kept(mode, of_input.to(x.dtype), x), *others)
+    return (_like_input(mode, of_input.to(x.dtype), x), *others)
 
 
 def _log_sigmoid(mode: FakeTensorMode, result: PyTree, x: Tensor) -> PyTree:
     if x.device != CPU:
         return result
-    return tuple(_in(mode, one, torch.contiguous_format) for one in result)
+    return tuple(_in(mode, part, torch.contiguous_format) for part in result)
 
 
 def _layer_norm_backward(mode: FakeTensorMode, result: PyTree, *_: object) -> PyTree:
@@ -579,8 +577,8 @@ def _within(mode: FakeTensorMode, result: Tensor, numbers: int) -> Tensor:
         return result
     with DisableTorchDispatch():
         whole = torch.empty(numbers, dtype=result.dtype, device="meta")
-        made = whole.as_strided(result.shape, result.stride())
-    fake: Tensor = FakeTensor(mode, made, result.device)
+        meta = whole.as_strided(result.shape, result.stride())
+    fake: Tensor = FakeTensor(mode, meta, result.device)
     return fake
 
 
@@ -604,12 +602,12 @@ def _columns(mode: FakeTensorMode, result: Tensor, columns: Tensor, *_: object) 
 def _lstm(mode: FakeTensorMode, result: PyTree, *args: PyTree) -> PyTree:
     *outputs, workspace = result
     if not torch.is_grad_enabled():
-        # it makes none, and an undefined tensor is None
+        # the kernel makes no workspace, and an undefined tensor is None
         return (*outputs, None)
-    made = _specs_of_results(LSTM, args, {})
-    if not isinstance(made, list):
-        raise RuntimeError(f"this LSTM, whose workspace is unknown, fails on real tensors: {made}")
-    size = sum(spec.bytes for spec in made[len(outputs) :])
+    specs = _specs_of_results(LSTM, args, {})
+    if not isinstance(specs, list):
+        raise RuntimeError(f"this LSTM, whose workspace is unknown, fails on real tensors: {specs}")
+    size = sum(spec.bytes for spec in specs[len(outputs) :])
     return (*outputs, workspace.new_empty(size, dtype=torch.uint8))
 
 
@@ -627,10 +625,10 @@ _CORRECTIONS: dict[Operator, Callable[..., PyTree]] = {
     _aten.native_batch_norm_backward.default: _norm_backward,
     _aten.native_layer_norm_backward.default: _layer_norm_backward,
     _aten.log_sigmoid_forward.default: _log_sigmoid,
-    _aten.roll.default: _kept,
-    _aten.channel_shuffle.default: _kept,
-    _aten.reflection_pad2d_backward.default: _gradient_kept,
-    _aten.replication_pad2d_backward.default: _gradient_kept,
+    _aten.roll.default: _like_input,
+    _aten.channel_shuffle.default: _like_input,
+    _aten.reflection_pad2d_backward.default: _gradient_like_input,
+    _aten.replication_pad2d_backward.default: _gradient_like_input,
     **dict.fromkeys(_REDUCED, _reduced),
     _aten.binary_cross_entropy.default: _reduced_with_weight,
     _aten.col2im.default: _columns,

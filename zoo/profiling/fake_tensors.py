@@ -64,7 +64,7 @@ COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd",
 UNUSED = torch.zeros((), dtype=torch.int64, device=CPU)
 # the most elements of a constant; a larger tensor is data
 MOST = 1 << 12
-# the same in a forked process, which need not save memory
+# the most in a forked process, which need not save memory
 SMALL = 1 << 16
 _log_of_torch = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -125,7 +125,7 @@ class FakeTensorFixes(KernelMode):
 
     @contextlib.contextmanager
     def questions_allowed(self) -> Iterator[None]:
-        """Does not count it as asked where unknown values are read."""
+        """Leaves `asked` as it is if the block reads unknown values."""
         asked = self.asked
         try:
             yield
@@ -170,16 +170,16 @@ class FakeTensorFixes(KernelMode):
         if types and not all(map(has_own_storage, types)):
             return NotImplemented
         kwargs = kwargs or {}
-        given = tensors_in((args, kwargs))
-        if self.moves_meta and self._is_moved(given, args, kwargs):
+        tensors = tensors_in((args, kwargs))
+        if self.moves_meta and self._is_moved(tensors, args, kwargs):
             args, kwargs = pytree.tree_map(self._moved, (args, kwargs))
-            given = tensors_in((args, kwargs))
+            tensors = tensors_in((args, kwargs))
         if func in QUESTIONS:
             return answer(func, args[0])
         if self.strict:
             refuse_collective(func)
-        is_known = self._knows(func, given)
-        if is_known and given and torch.Tag.data_dependent_output in func.tags:
+        is_known = self._knows(func, tensors)
+        if is_known and tensors and torch.Tag.data_dependent_output in func.tags:
             return self._on_reals(func, args, kwargs)
         try:
             result = result_of(self.mode, func, args, kwargs)
@@ -201,9 +201,9 @@ class FakeTensorFixes(KernelMode):
         return result
 
     @staticmethod
-    def _is_moved(given: Sequence[Tensor], args: Args, kwargs: Kwargs) -> bool:
+    def _is_moved(tensors: Sequence[Tensor], args: Args, kwargs: Kwargs) -> bool:
         """Returns whether a kernel gets a device, or a tensor that may be on the meta device."""
-        is_fake = all(type(tensor) is FakeTensor for tensor in given)
+        is_fake = all(type(tensor) is FakeTensor for tensor in tensors)
         return not is_fake or any(
             isinstance(value, torch.device) for value in (*args, *kwargs.values())
         )
@@ -219,7 +219,7 @@ class FakeTensorFixes(KernelMode):
         return leaf
 
     def _follow(self, func: Operator, args: Args, kwargs: Kwargs, result: PyTree) -> bool:
-        """Runs a kernel on the real tensors, too; says whether that was possible."""
+        """Runs a kernel on the real tensors, too; returns whether that was possible."""
         numbers = sum(tensor.numel() for tensor in tensors_in(result))
         if numbers > self.most and not is_view(func):
             return False
@@ -258,8 +258,8 @@ class FakeTensorFixes(KernelMode):
         def real(leaf: PyTree) -> PyTree:
             if not isinstance(leaf, Tensor):
                 return CPU if isinstance(leaf, torch.device) else leaf
-            if (known := self._real_of(leaf)) is not None:
-                return known
+            if (constant := self._real_of(leaf)) is not None:
+                return constant
             # only its shape and dtype are read
             return torch.empty((), dtype=leaf.dtype).expand(leaf.shape)
 
@@ -269,9 +269,9 @@ class FakeTensorFixes(KernelMode):
 
     def _faked(self, result: PyTree) -> PyTree:
         def fake(real: Tensor) -> Tensor:
-            made: Tensor = self.mode.from_tensor(real, static_shapes=True)
-            self.know(made, real)
-            return made
+            copy: Tensor = self.mode.from_tensor(real, static_shapes=True)
+            self.know(copy, real)
+            return copy
 
         return pytree.tree_map_only(Tensor, fake, result)
 
@@ -303,7 +303,7 @@ def _one_hot_replaced() -> Iterator[None]:
     It is no kernel itself, so that no dispatch mode sees it, and torch has other ones for fakes.
     """
     with scoped_library("aten", "IMPL") as library:
-        # raised where another planner has replaced it
+        # raised if another planner has replaced it
         with contextlib.suppress(RuntimeError):
             # a key of fakes, and of real tensors inside a mode only
             library.impl("one_hot", _one_hot, "PythonTLSSnapshot")
@@ -354,33 +354,33 @@ def _takes_both_at_once() -> bool:
     return torch.ops.aten.aminmax.default in operators
 
 
-def put_tensors(model: nn.Module, made: Mapping[int, Tensor]) -> None:
+def put_tensors(model: nn.Module, replacements: Mapping[int, Tensor]) -> None:
     """Replaces a model's tensors, by id, including those in lists and dicts of its modules.
 
     Lists and dicts are written in place, since several modules may share one.
     """
     leaves = (nn.Module, *VALUES)
     # by id; the original is held, so that no other object gets its id
-    known: dict[int, tuple[PyTree, PyTree]] = {}
+    visited: dict[int, tuple[PyTree, PyTree]] = {}
 
     def other(value: PyTree) -> PyTree:
         if isinstance(value, Tensor):
-            return made.get(id(value), value)
+            return replacements.get(id(value), value)
         # to flatten is slow, and most values are no containers
         if isinstance(value, leaves):
             return value
-        if id(value) not in known:
+        if id(value) not in visited:
             # a container may contain itself
-            known[id(value)] = value, value
-            known[id(value)] = value, filled(value)
-        return known[id(value)][1]
+            visited[id(value)] = value, value
+            visited[id(value)] = value, filled(value)
+        return visited[id(value)][1]
 
     def filled(value: PyTree) -> PyTree:
         if isinstance(value, list | dict):
-            places = value.items() if isinstance(value, dict) else enumerate(value)
-            for place, part in list(places):
+            entries = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, part in list(entries):
                 if (new := other(part)) is not part:
-                    value[place] = new
+                    value[key] = new
             return value
         parts, tree = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
         others = [*map(other, parts)]

@@ -51,16 +51,16 @@ FOR_FAKES = (
 )
 
 
-class Failed(NamedTuple):
+class FailedCall(NamedTuple):
     """The text of a function's error; for one of zoo's own also the error."""
 
     text: str
     error: ZooError | None = None
 
 
-def _failed(error: Exception) -> Failed:
+def _failed(error: Exception) -> FailedCall:
     own = error if isinstance(error, ZooError) else None
-    return Failed(f"{type(error).__name__}: {error}", own)
+    return FailedCall(f"{type(error).__name__}: {error}", own)
 
 
 @functools.cache
@@ -78,35 +78,35 @@ def can_fork() -> bool:
 def isolated(function: Callable[[bool], T], failed: Callable[[str], ZooError]) -> T:
     """Calls a function isolated from the program, and returns its result, which must pickle.
 
-    The function is told whether it runs in a forked process, where its changes have no effect on
-    this one. Dispatch modes and anomaly detection are off.
+    The function's argument is whether it runs in a forked process, where its changes have no effect
+    on this one. Dispatch modes and anomaly detection are off.
 
     Raises:
         ZooError: the function's own, or `failed` of the text of any other error.
     """
-    answer: T | Failed = Failed(NO_FORK)
+    answer: T | FailedCall = FailedCall(NO_FORK)
     if can_fork():
         answer = in_fork(lambda: _answer(function, True))
-    if isinstance(answer, Failed) and NO_FORK in answer.text:
+    if isinstance(answer, FailedCall) and NO_FORK in answer.text:
         with random_state_restored():
             answer = _answer(function, False)
-    if isinstance(answer, Failed):
+    if isinstance(answer, FailedCall):
         raise answer.error or failed(answer.text)
     return answer
 
 
-def _answer(function: Callable[[bool], T], is_apart: bool) -> T | Failed:
+def _answer(function: Callable[[bool], T], is_forked: bool) -> T | FailedCall:
     # inside a FakeTensorMode the modes must stay
     modes = disable_current_modes() if active_fake_mode() is None else contextlib.nullcontext()
     try:
         with modes, torch.autograd.set_detect_anomaly(False):
-            return function(is_apart)
+            return function(is_forked)
     except Exception as error:
         return _failed(error)
 
 
-def in_fork(function: Callable[[], T | Failed]) -> T | Failed:
-    """Calls a function in a forked process; returns its result or `Failed`."""
+def in_fork(function: Callable[[], T | FailedCall]) -> T | FailedCall:
+    """Calls a function in a forked process; returns its result or a `FailedCall`."""
     reader, writer = os.pipe()
     # Python seeds its generator anew in a forked process, and a forward may branch by it
     stream = random.getstate()
@@ -131,8 +131,8 @@ def in_fork(function: Callable[[], T | Failed]) -> T | Failed:
         with contextlib.suppress(ChildProcessError):
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if not answer:
-        return Failed(f"it ended the process, with status {status}")
-    result: T | Failed = pickle.loads(answer)
+        return FailedCall(f"it ended the process, with status {status}")
+    result: T | FailedCall = pickle.loads(answer)
     return result
 
 
@@ -177,7 +177,7 @@ def _watch(watched: int, writer: int, answering: threading.Lock) -> None:
         "it waits for a lock that another thread held when this process was forked, or for another "
         "thread's work"
     )
-    _end(writer, pickle.dumps(Failed(text)), answering)
+    _end(writer, pickle.dumps(FailedCall(text)), answering)
 
 
 def _waits_for_process(watched: int) -> bool:

@@ -3,8 +3,8 @@
 Python raises KeyboardInterrupt wherever the main thread is. In a callback of a weak reference, in
 `__del__` or in a callback of C code it prints the error and goes on; some libraries catch every
 error of an optional import, or raise another one in its place. While a step is traced, callbacks
-run for each tensor that is freed. So inside `kept` an interrupt is raised again until it has ended
-the block:
+run for each tensor that is freed. So inside `interrupts_kept` an interrupt is raised again until it
+has ended the block:
 
     SIGINT    KeyboardInterrupt    discarded    0.2 s    KeyboardInterrupt    the block ends
 
@@ -37,7 +37,7 @@ QUESTIONS = {"prim::device", "prim::layout"} | {
 }  # fmt: skip
 
 
-class _Kept:
+class _InterruptHandler:
     """The handler of SIGINT in a block, which raises a discarded KeyboardInterrupt again.
 
     An interrupt on its way through frames is in no except or finally for a moment, so that only one
@@ -51,10 +51,10 @@ class _Kept:
     def __call__(self, _: int, frame: FrameType | None) -> None:
         is_repeated, self.is_repeated = self.is_repeated, False
         if is_repeated and (self.is_leaving or not self.arrived):
-            # it was taken, or has ended the block, meanwhile
+            # meanwhile the program handled it, or it has ended the block
             return
         if self.is_leaving:
-            # raised by the block when the handler before this one is there again
+            # the block raises it when the handler before this one is restored
             self.arrived = True
             return
         if not self.arrived:
@@ -69,11 +69,11 @@ class _Kept:
         self.is_leaving = True
         with self.lock:
             self.ended.set()
-        # a repeated one that is pending still goes to this one, which drops it
+        # a repeated interrupt that is pending still reaches this handler, which drops it
         if signal.getsignal(signal.SIGINT) is self:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        if self in _kept:
-            _kept.remove(self)
+        if self in _handlers:
+            _handlers.remove(self)
 
     def _repeat(self, main: int) -> None:
         was_absent = False
@@ -87,11 +87,11 @@ class _Kept:
             was_absent = is_absent and not was_absent
 
 
-_kept: list[_Kept] = []
+_handlers: list[_InterruptHandler] = []
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
+def interrupts_kept() -> Iterator[None]:
     """Ends the block with KeyboardInterrupt, or an error of that kind, if Ctrl-C was pressed in it.
 
     Only on the main thread, and where nothing else handles SIGINT: another handler, or none of
@@ -101,31 +101,31 @@ def kept() -> Iterator[None]:
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    this = _Kept()
+    handler = _InterruptHandler()
     try:
         try:
-            _kept.append(this)
-            signal.signal(signal.SIGINT, this)
+            _handlers.append(handler)
+            signal.signal(signal.SIGINT, handler)
             yield
         finally:
-            this.leave()
+            handler.leave()
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        if this.arrived:
+        if handler.arrived:
             raise KeyboardInterrupt from error
         raise
     finally:
-        # an interrupt may have cut the first one short
-        this.leave()
-    if this.arrived:
+        # an interrupt may have cut the first call short
+        handler.leave()
+    if handler.arrived:
         raise KeyboardInterrupt
 
 
 def take_interrupt() -> None:
     """Marks an interrupt as handled: the enclosing block goes on to its end."""
-    for this in _kept:
-        this.arrived = False
+    for handler in _handlers:
+        handler.arrived = False
 
 
 def _is_asked(frame: FrameType | None) -> bool:
@@ -133,9 +133,9 @@ def _is_asked(frame: FrameType | None) -> bool:
     while frame is not None:
         code = frame.f_code
         count = code.co_argcount + code.co_kwonlyargcount + 1
-        given = [frame.f_locals.get(name) for name in code.co_varnames[:count]]
-        given += [part for value in given if type(value) is tuple for part in value]
-        operators: Iterator[Any] = (v for v in given if type(v).__name__ == "OpOverload")
+        values = [frame.f_locals.get(name) for name in code.co_varnames[:count]]
+        values += [part for value in values if type(value) is tuple for part in value]
+        operators: Iterator[Any] = (v for v in values if type(v).__name__ == "OpOverload")
         if any(operator.name() in QUESTIONS for operator in operators):
             return True
         frame = frame.f_back

@@ -39,7 +39,7 @@ RUNS = 10
 SECONDS = 0.005
 # in so long a first run the setup of the kernel and the profiler are negligible
 LONG = 0.05
-# bytes of memory that is allocated to be found among the allocator's events, a size of nothing else
+# bytes of an allocation that marks a position among the allocator's events; no kernel has this size
 MARK = 40009
 # operators whose CUDA kernels multiply by cuBLAS, for an estimate; on a device it is measured
 PRODUCTS = frozenset(
@@ -71,7 +71,7 @@ class Device:
 
     def seconds(self, flops: int, moved: int, dtype: torch.dtype) -> float:
         """Estimates the seconds of a kernel from its operations and the bytes that it moves."""
-        size = min(self.operations, key=lambda known: abs(known - dtype.itemsize))
+        size = min(self.operations, key=lambda itemsize: abs(itemsize - dtype.itemsize))
         return max(flops / self.operations[size], moved / self.bandwidth) + self.start
 
 
@@ -91,14 +91,14 @@ DEVICES: dict[str, Device] = {
 def rated_name(name: str) -> str | None:
     """Returns the name in the table of 'H100', 'nvidia-h100' or 'RTX 4090'; None without one."""
     short = functools.partial(re.sub, r"nvidia|geforce|tesla|[\W_]", "")
-    names = {short(known): known for known in DEVICES} | {"cpu": "small-cpu"}
+    names = {short(rated): rated for rated in DEVICES} | {"cpu": "small-cpu"}
     return names.get(short(str(name).lower()))
 
 
 def device_named(name: str) -> Device:
     """Returns a device of the table; raises ArgumentError for one that is not in it."""
-    if (known := rated_name(name)) is not None:
-        return DEVICES[known]
+    if (rated := rated_name(name)) is not None:
+        return DEVICES[rated]
     hint = nearest_device(str(name), DEVICES)
     if str(name).partition(":")[0] in (devices.accelerator(), "cpu"):
         hint = " For the device that is here, move model and inputs to it, without device="
@@ -144,13 +144,13 @@ def _words(name: str) -> list[str]:
 class KernelCosts(NamedTuple):
     """Seconds of a kernel (median; of its first run if not timed), and its workspaces in bytes.
 
-    The workspace is its peak without its results; `held` is what its library keeps from the first
-    call on, as cuBLAS does for each thread, and no part of the workspace.
+    The workspace is its peak without its results; `held_by_library` are the bytes that its library
+    keeps from the first call on, as cuBLAS does for each thread, and no part of the workspace.
     """
 
     seconds: float
     workspace: int
-    held: int = 0
+    held_by_library: int = 0
 
 
 def held_by_libraries(
@@ -164,7 +164,7 @@ def held_by_libraries(
     Without `costs` those of cuBLAS count if a kernel is a product.
     """
     if costs:
-        return THREADS * max((known.held for known in costs if known is not None), default=0)
+        return THREADS * max((c.held_by_library for c in costs if c is not None), default=0)
     names = {spec.operator.rpartition(".")[0] for spec in specs if spec is not None}
     return 0 if PRODUCTS.isdisjoint(names) else THREADS * device.workspace
 
@@ -194,9 +194,9 @@ def flop_formulas() -> Mapping[Any, Callable[..., int]]:
     by_gradient: Callable[..., int] = sdpa_backward_flop_count
 
     def convolution_backward(*args: PyTree, **kwargs: PyTree) -> int:
-        *given, groups, (of_input, of_weight, _) = args
+        *arguments, groups, (of_input, of_weight, _) = args
         masks = [of_input, False, False], [False, of_weight, False]
-        inputs, weights = (by_torch(*given, groups, mask, **kwargs) for mask in masks)
+        inputs, weights = (by_torch(*arguments, groups, mask, **kwargs) for mask in masks)
         return int(inputs + weights // groups)
 
     def attention(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
@@ -208,12 +208,12 @@ def flop_formulas() -> Mapping[Any, Callable[..., int]]:
         shapes = query.shape, *_shapes_by_query(query, key, value)
         return int(by_gradient(gradient.shape, *shapes))
 
-    known = {**flop_registry, backward: convolution_backward}
+    formulas = {**flop_registry, backward: convolution_backward}
     for packet in flop_registry:
         name = getattr(packet, "__name__", "")
         if name.startswith("_scaled_dot_product"):
-            known[packet] = attention_backward if name.endswith("_backward") else attention
-    return {packet: _zero_if_raised(formula) for packet, formula in known.items()}
+            formulas[packet] = attention_backward if name.endswith("_backward") else attention
+    return {packet: _zero_if_raised(formula) for packet, formula in formulas.items()}
 
 
 def _shapes_by_query(query: Any, *others: Any) -> list[tuple[int, ...]]:
@@ -224,17 +224,17 @@ def _shapes_by_query(query: Any, *others: Any) -> list[tuple[int, ...]]:
 
 
 def _zero_if_raised(formula: Callable[..., int]) -> Callable[..., int]:
-    def counted(*args: PyTree, **kwargs: PyTree) -> int:
+    def guarded(*args: PyTree, **kwargs: PyTree) -> int:
         try:
             return int(formula(*args, **kwargs))
         except Exception:
             return 0
 
-    return counted
+    return guarded
 
 
 # by the repr of the call's spec, the settings that select the kernel, and whether it was timed
-_known: dict[tuple[str, Settings, bool], KernelCosts | None] = {}
+_measured: dict[tuple[str, Settings, bool], KernelCosts | None] = {}
 
 
 def measure_kernels(
@@ -248,25 +248,25 @@ def measure_kernels(
         ArgumentError: the device is the CPU, and another profiler of torch's is active.
     """
     settings = read_settings()
-    if len(_known) + len(specs) > MOST_KNOWN:
-        _known.clear()
+    if len(_measured) + len(specs) > MOST_KNOWN:
+        _measured.clear()
     texts = [repr(spec) for spec in specs]
-    keys = [(text, settings, timed or (text, settings, True) in _known) for text in texts]
+    keys = [(text, settings, timed or (text, settings, True) in _measured) for text in texts]
     missing = {
         key: spec
         for key, spec in zip(keys, specs, strict=True)
-        if spec is not None and key not in _known
+        if spec is not None and key not in _measured
     }
     if device.type == "cpu" and not timed:
         free = [key for key, spec in missing.items() if _takes_no_workspace(spec)]
-        _known.update(dict.fromkeys(free, KernelCosts(0.0, 0)))
-        missing = {key: spec for key, spec in missing.items() if key not in _known}
+        _measured.update(dict.fromkeys(free, KernelCosts(0.0, 0)))
+        missing = {key: spec for key, spec in missing.items() if key not in _measured}
     if missing:
         measure = _on_cpu if device.type == "cpu" else _on_accelerator
         with random_state_restored(), disable_current_modes(), torch.no_grad(), DisableAutocast():
             costs = measure(list(missing.values()), device, timed)
-        _known.update(zip(missing, costs, strict=True))
-    return [_known.get(key) for key in keys]
+        _measured.update(zip(missing, costs, strict=True))
+    return [_measured.get(key) for key in keys]
 
 
 def _takes_no_workspace(spec: KernelSpec) -> bool:
@@ -285,14 +285,14 @@ def _on_cpu(specs: Sequence[KernelSpec], _: torch.device, timed: bool) -> list[K
     # not by the clock: that of the events may be some microseconds off
     marks = (index for index, size in enumerate(sizes) if size == MARK)
     costs: list[KernelCosts | None] = []
-    for spec, found, first, last in zip(specs, times, marks, marks, strict=True):
-        if found is None:
+    for spec, first_run, first, last in zip(specs, times, marks, marks, strict=True):
+        if first_run is None:
             costs.append(None)
             continue
         # behind the event that frees the mark
         totals = list(itertools.accumulate(sizes[first + 2 : last], initial=0))
-        seconds = _median_seconds(spec) if timed and found <= LONG else found
-        # what is left at its end are its results
+        seconds = _median_seconds(spec) if timed and first_run <= LONG else first_run
+        # the bytes left at its end are its results
         costs.append(KernelCosts(seconds, max(totals) - max(totals[-1], 0)))
     return costs
 
@@ -354,7 +354,7 @@ def _run_on_accelerator(spec: KernelSpec, device: torch.device, timed: bool) -> 
         before = devices.allocated(device)
         operator(*args, **kwargs)
         devices.synchronize(device)
-        held = max(devices.allocated(device) - before, 0)
+        held_by_library = max(devices.allocated(device) - before, 0)
         devices.reset_peak(device)
         result = operator(*args, **kwargs)
         devices.synchronize(device)
@@ -367,4 +367,4 @@ def _run_on_accelerator(spec: KernelSpec, device: torch.device, timed: bool) -> 
     for _ in range(runs):
         operator(*args, **kwargs)
     devices.synchronize(device)
-    return KernelCosts((time.perf_counter() - start) / runs, workspace, held)
+    return KernelCosts((time.perf_counter() - start) / runs, workspace, held_by_library)

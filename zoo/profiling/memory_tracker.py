@@ -107,10 +107,10 @@ class StorageLifetime:
     address: int = 0
 
     def allocation(self, start: int, end: int | None) -> Allocation:
-        """Returns it as an `Allocation` from one point of a timeline to another."""
-        made = "saved activations" if self.saved else "temporaries"
-        made = "recomputed" if self.phase == "recompute" else made
-        category = self.category or ("inputs" if self.resident else made)
+        """Returns the `Allocation` from one point of a timeline to another."""
+        own = "saved activations" if self.saved else "temporaries"
+        own = "recomputed" if self.phase == "recompute" else own
+        category = self.category or ("inputs" if self.resident else own)
         origin = (self.phase, *self.location, self.shape, self.dtype, self.name)
         return Allocation(self.bytes, start, end, category, *origin)
 
@@ -199,7 +199,7 @@ class StorageRecorder(TorchDispatchMode):
         self.trail: list[tuple[int, str, Location]] = []  # when phase or location changed
         self.alive: dict[int, StorageLifetime] = {}
         self.ends: dict[int, weakref.ref[UntypedStorage]] = {}
-        self.made_by: dict[int, Location] = {}
+        self.node_locations: dict[int, Location] = {}
         self.phase, self.location, self.is_forward = "", UNKNOWN, True
         self.task, self.thread = -1, threading.get_ident()
         self.stepping = self.latest = 0
@@ -218,7 +218,7 @@ class StorageRecorder(TorchDispatchMode):
             yield
 
     def record_resident(self, optimizer: torch.optim.Optimizer | None, inputs: PyTree) -> None:
-        """Records what is allocated before the block."""
+        """Records the storages that are older than the block."""
         self._categorize("parameters", self.model.named_parameters())
         self.record_states(optimizer)
         self._categorize("inputs", (("", tensor) for tensor in tensors_in(inputs)))
@@ -252,7 +252,7 @@ class StorageRecorder(TorchDispatchMode):
             for number, life in enumerate(lifetimes)
         ]
         moments = [moment for moment, _ in changes]
-        # of several phases at one point only the last one allocated anything
+        # if several phases begin at one point, only the last one allocated anything
         phases = {bisect.bisect(moments, moment): phase for moment, phase, _ in self.trail}
         runs = itertools.groupby(phases.items(), key=operator.itemgetter(1))
         timeline.phases = [Mark(*next(run)) for _, run in runs]
@@ -364,7 +364,7 @@ class StorageRecorder(TorchDispatchMode):
             phase, origin = "recompute", thread.origin
             location = origin if isinstance(origin, Location) else self.locations.here(frame)
         if task == -1:
-            self.made_by.setdefault(sequence_number() - 1, location)
+            self.node_locations.setdefault(sequence_number() - 1, location)
             self.is_forward |= self.locations.inside
             phase = "optimizer" if self.stepping else "forward" if self.is_forward else "other"
         if phase != self.phase or location is not self.location:
@@ -395,7 +395,7 @@ class StorageRecorder(TorchDispatchMode):
         name = self.names.get(id(getattr(node, "variable", None)))
         if name is not None:
             return self.locations.of_module(name.rpartition(".")[0])
-        return self.made_by.get(node._sequence_nr(), UNKNOWN) if node is not None else UNKNOWN
+        return UNKNOWN if node is None else self.node_locations.get(node._sequence_nr(), UNKNOWN)
 
     def _begin_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.stepping += 1

@@ -20,19 +20,19 @@ from zoo._torch import (
 )
 from zoo.errors import ArgumentError, nearest, shortened
 from zoo.optimizer.independence import optimizer_like, step_alone
-from zoo.planner.step_log import Allocated, Freed
+from zoo.planner.step_events import Allocated, Freed
 from zoo.profiling.caching_allocator import Rounding, rounding_of
+from zoo.profiling.event_recorder import EventRecorder, Form, UpdateBytes, form_of
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.isolation import import_for_fakes, isolated
-from zoo.profiling.step_logger import Form, StepLogger, UpdateBytes, form_of
 from zoo.profiling.tensor_spec import CPU, tensors_in
-from zoo.units import counted
+from zoo.units import plural
 
 # after so many steps an optimizer does the same in each: RAdam rectifies from its sixth step on
 LATE = 1000
 
 MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
-# what the user writes for an optimizer
+# the values of `optimizer=`
 OptimizerOption = MakeOptimizer | torch.optim.Optimizer | str
 OPTIMIZERS: dict[str, MakeOptimizer | None] = {
     "adamw": torch.optim.AdamW,
@@ -57,11 +57,11 @@ class OptimizerBytes:
 
 
 def maker_of(option: Any, model: nn.Module | None = None) -> MakeOptimizer | None:
-    """Returns what makes an optimizer of a list of parameters; None for none.
+    """Returns a function that makes an optimizer for a list of parameters; None for none.
 
     The option is a name, the same in Python and on a command line; a class, or a function of the
-    list; or an optimizer of the model's parameters, of which others like it are made: its groups
-    hold the parameters at the same positions among those of the model that are trained.
+    list; or an optimizer of the model's parameters: then the function makes others like it, whose
+    groups hold the parameters at the same positions among those that are trained.
 
     Raises:
         ArgumentError: it is none of these, or an optimizer of other parameters.
@@ -81,15 +81,15 @@ def maker_of(option: Any, model: nn.Module | None = None) -> MakeOptimizer | Non
 
 
 def _like(optimizer: torch.optim.Optimizer, trained: Sequence[Tensor]) -> MakeOptimizer:
-    """Returns what makes optimizers like this one, for parameters in the order of `trained`."""
+    """Returns a function that makes optimizers like this one; `trained` gives the positions."""
     positions = {id(parameter): position for position, parameter in enumerate(trained)}
     groups = [
         (group, [positions.get(id(p), -1) for p in group["params"] if p.requires_grad])
         for group in optimizer.param_groups
     ]
-    if count := sum(known.count(-1) for _, known in groups):
+    if count := sum(indices.count(-1) for _, indices in groups):
         raise ArgumentError(
-            f"optimizer= holds {counted(count, 'parameter')} that this model does not train; pass "
+            f"optimizer= holds {plural(count, 'parameter')} that this model does not train; pass "
             "a class or a function of the list of parameters, or an optimizer of the model's"
         )
 
@@ -98,9 +98,9 @@ def _like(optimizer: torch.optim.Optimizer, trained: Sequence[Tensor]) -> MakeOp
         return optimizer_like(
             optimizer,
             [
-                {**group, "params": [parameters[position] for position in known]}
-                for group, known in groups
-                if known
+                {**group, "params": [parameters[position] for position in indices]}
+                for group, indices in groups
+                if indices
             ],
         )
 
@@ -117,23 +117,23 @@ def is_optimizer(value: object) -> bool:
     )
 
 
-def made_by(make: MakeOptimizer, parameters: list[Any]) -> torch.optim.Optimizer:
+def optimizer_from(make: MakeOptimizer, parameters: list[Any]) -> torch.optim.Optimizer:
     """Returns the optimizer that `make` makes of parameters.
 
     Raises:
         ArgumentError: it makes none, or does not take a list of parameters.
     """
     try:
-        found = make(parameters)
+        optimizer = make(parameters)
     except TypeError as error:
         raise ArgumentError(
             f"optimizer= is called with a list of parameters, which it does not take: {error}"
         ) from error
-    if is_optimizer(found):
-        return found
+    if is_optimizer(optimizer):
+        return optimizer
     raise ArgumentError(
-        f"optimizer= made no optimizer but a value of type {type(found).__name__}; return one, as "
-        "lambda parameters: torch.optim.SGD(parameters, lr=0.1) does"
+        f"optimizer= made no optimizer but a value of type {type(optimizer).__name__}; return one, "
+        "as lambda parameters: torch.optim.SGD(parameters, lr=0.1) does"
     )
 
 
@@ -176,7 +176,7 @@ def _on_fakes(
     device: str | None,
     rounding: Rounding,
 ) -> OptimizerBytes:
-    # numbers that an optimizer keeps for itself, as the count of its steps, are real ones
+    # an optimizer's own numbers, such as its count of steps, are real tensors
     here = torch.get_default_device()
     with (
         torch.device(CPU if here.type == "meta" else here),
@@ -191,22 +191,22 @@ def _on_fakes(
         ]
         if not fakes:
             return OptimizerBytes()
-        optimizer = made_by(make, fakes)
+        optimizer = optimizer_from(make, fakes)
         for group in optimizer.param_groups:
             _choose_kernels_of_lists(group, device)
         # without multi-tensor kernels torch's optimizers take one parameter after the other
         are_loops = all("foreach" in g and not g["foreach"] for g in optimizer.param_groups)
         try:
             if in_backward or are_loops:
-                counted = _counted_by_form(optimizer, in_backward, device, rounding)
+                result = _bytes_by_form(optimizer, in_backward, device, rounding)
             else:
-                counted = _counted(optimizer, device, rounding)
+                result = _bytes_at_once(optimizer, device, rounding)
         except (DataDependentOutputException, TypeError, RuntimeError) as error:
             raise ArgumentError(
                 f"{type(optimizer).__name__} cannot step on fake tensors ({error}). Pass "
                 "optimizer= one of like state, or None and take its bytes off the budget."
             ) from error
-        return replace(counted, name=type(optimizer).__name__)
+        return replace(result, name=type(optimizer).__name__)
 
 
 def _choose_kernels_of_lists(group: dict[str, Any], device: str | None) -> None:
@@ -221,7 +221,7 @@ def _choose_kernels_of_lists(group: dict[str, Any], device: str | None) -> None:
             group["foreach"] = True
 
 
-def _counted(
+def _bytes_at_once(
     optimizer: torch.optim.Optimizer, device: str | None, rounding: Rounding
 ) -> OptimizerBytes:
     for group in optimizer.param_groups:
@@ -233,35 +233,35 @@ def _counted(
     return OptimizerBytes(state, _allocated(rounding, optimizer.step))
 
 
-def _counted_by_form(
+def _bytes_by_form(
     optimizer: torch.optim.Optimizer, in_backward: bool, device: str | None, rounding: Rounding
 ) -> OptimizerBytes:
     """Steps for one parameter of each shape and dtype; others of the form take the same."""
-    state, most, counters = 0, 0, _are_counters_on_host(optimizer, device)
+    state, most, on_host = 0, 0, _are_counters_on_host(optimizer, device)
     updates: dict[Form, int] = {}
     for group in optimizer.param_groups:
         forms = [form_of(parameter) for parameter in group["params"]]
-        ones = dict(zip(forms, group["params"], strict=True))
+        samples = dict(zip(forms, group["params"], strict=True))
         step = functools.partial(step_alone, optimizer, group)
-        for form, one in ones.items():
-            one.grad = torch.empty_like(one)
-            step(one)
-            state += forms.count(form) * _state_bytes(optimizer.state[one], rounding, counters)
+        for form, sample in samples.items():
+            sample.grad = torch.empty_like(sample)
+            step(sample)
+            state += forms.count(form) * _state_bytes(optimizer.state[sample], rounding, on_host)
         _make_late(optimizer)
         if in_backward:
-            for form, one in ones.items():
-                updates[form] = max(updates.get(form, 0), _allocated(rounding, step, one))
+            for form, sample in samples.items():
+                updates[form] = max(updates.get(form, 0), _allocated(rounding, step, sample))
             continue
         # the variables of a loop still hold the temporaries of the previous parameter
         for run in dict.fromkeys(itertools.pairwise(forms)) or [forms[:1]]:
-            most = max(most, _allocated(rounding, step, *map(ones.__getitem__, run)))
+            most = max(most, _allocated(rounding, step, *map(samples.__getitem__, run)))
     return OptimizerBytes(state, most, updates if in_backward else None)
 
 
 def _make_late(optimizer: torch.optim.Optimizer) -> None:
-    for kept in optimizer.state.values():
-        if isinstance(kept, dict) and "step" in kept:
-            kept["step"] = kept["step"] + LATE
+    for state in optimizer.state.values():
+        if isinstance(state, dict) and "step" in state:
+            state["step"] = state["step"] + LATE
 
 
 def _are_counters_on_host(optimizer: torch.optim.Optimizer, device: str | None) -> bool:
@@ -284,13 +284,13 @@ def _state_bytes(state: Any, rounding: Rounding, counters_on_host: bool) -> int:
 
 def _allocated(rounding: Rounding, step: Callable[..., PyTree], *parameters: Tensor) -> int:
     """Returns the most bytes that a step holds at once beside what was there before."""
-    logger = StepLogger(itertools.count(1).__next__, caches_casts=False)
-    with logger:
+    recorder = EventRecorder(itertools.count(1).__next__, caches_casts=False)
+    with recorder:
         step(*parameters)
-    log = logger.log.counted(rounding)
+    events = recorder.events.rounded(rounding)
     changes = (
-        log.sizes[event.storage] * (1 if isinstance(event, Allocated) else -1)
-        for _, event in log.forward
+        events.sizes[event.storage] * (1 if isinstance(event, Allocated) else -1)
+        for _, event in events.forward
         if isinstance(event, Allocated | Freed)
     )
     return max(itertools.accumulate(changes), default=0)

@@ -176,24 +176,24 @@ def spending(device: str | None = None) -> Iterator[Spending]:
     if not on_cpu:
         devices.check_counts_memory(chosen)
 
-    def asked() -> list[torch.device]:
-        found = filter(devices.counts_memory, devices.devices_in_use())
-        return [one for one in found if device is None or chosen in (one, torch.device(one.type))]
+    def measured() -> list[torch.device]:
+        in_use = filter(devices.counts_memory, devices.devices_in_use())
+        return [d for d in in_use if device is None or chosen in (d, torch.device(d.type))]
 
     spent = Spending()
     before: dict[torch.device, int] = {}
-    for counted in asked():
-        devices.synchronize(counted)
-        devices.reset_peak(counted)
-        before[counted] = devices.allocated(counted)
+    for used in measured():
+        devices.synchronize(used)
+        devices.reset_peak(used)
+        before[used] = devices.allocated(used)
     with devices.cpu_events() if on_cpu else contextlib.nullcontext() as events:
         yield spent
     if events is not None:
         record = MemoryTrace.within((address, size) for _, address, size in events)
         spent.peaks["cpu"], spent.largest["cpu"] = record.peak, record.blocks_at_peak()
-    for counted in asked():
+    for used in measured():
         # without an entry the block is the first to use the device
-        spent.peaks[str(counted)] = devices.peak(counted) - before.get(counted, 0)
+        spent.peaks[str(used)] = devices.peak(used) - before.get(used, 0)
 
 
 def measure_step(

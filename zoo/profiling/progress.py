@@ -21,7 +21,7 @@ from typing import Any, TextIO, TypeVar
 
 from torch import distributed
 
-from zoo.profiling.kept_interrupts import kept
+from zoo.profiling.kept_interrupts import interrupts_kept
 
 # seconds before anything is shown, and between two lines
 DELAY = 2.0
@@ -34,10 +34,10 @@ T = TypeVar("T")
 
 @dataclass
 class WorkPart:
-    """A part of the work: its name, and the items that it counts, if any."""
+    """A part of the work: its name, and the label and count of its items, if any."""
 
     name: str
-    counted: str = ""
+    label: str = ""
     done: int = 0
     total: int = 0
 
@@ -65,7 +65,7 @@ def shown(name: str) -> Iterator[None]:
     try:
         if is_shown:
             thread.start()
-        with kept():
+        with interrupts_kept():
             yield
     finally:
         ended.set()
@@ -74,13 +74,13 @@ def shown(name: str) -> Iterator[None]:
         parts.pop()
 
 
-def each(counted: str, items: Collection[T]) -> Iterator[T]:
+def each(label: str, items: Collection[T]) -> Iterator[T]:
     """Yields items; shows how many are done in the innermost `shown` block, if there is one."""
     part = _local.parts[-1] if _local.parts else WorkPart("")
-    part.counted, part.total = counted, len(items)
+    part.label, part.total = label, len(items)
     for part.done, item in enumerate(items):
         yield item
-    part.counted = ""
+    part.label = ""
 
 
 def is_wanted() -> bool:
@@ -93,7 +93,7 @@ def is_wanted() -> bool:
 
 
 def _show(parts: Sequence[WorkPart], ended: threading.Event, file: TextIO) -> None:
-    start, latest, told, due, gap = time.time(), "", "", 0.0, DELAY
+    start, latest, printed, due, gap = time.time(), "", "", 0.0, DELAY
     if ended.wait(DELAY):
         return
     # the reader may have closed the pipe
@@ -103,18 +103,18 @@ def _show(parts: Sequence[WorkPart], ended: threading.Event, file: TextIO) -> No
             now = [replace(part) for part in [*parts]]
             if bar is not None:
                 last = now[-1] if now else WorkPart("")
-                bar.bar_format = BAR if last.counted else WITHOUT_COUNT
+                bar.bar_format = BAR if last.label else WITHOUT_COUNT
                 if last.total not in (0, bar.total):
                     bar.reset(last.total)
                 bar.start_t, bar.n = start, last.done
                 bar.set_description_str(f"{_words(now)} ")
             # the name of a function alone tells nothing of its work
-            elif len(now) > 1 or (now and (now[0].counted or "." not in now[0].name)):
+            elif len(now) > 1 or (now and (now[0].label or "." not in now[0].name)):
                 text, moment = _words(now, with_last_count=True), time.monotonic()
-                if (is_new := _words(now) != latest) or (text != told and moment >= due):
+                if (is_new := _words(now) != latest) or (text != printed and moment >= due):
                     print(text, file=file, flush=True)
                     gap = DELAY if is_new else 2 * gap
-                    told, due = text, moment + gap
+                    printed, due = text, moment + gap
                 latest = _words(now)
             if ended.wait(DELAY if bar is None else INTERVAL):
                 return
@@ -142,8 +142,8 @@ def _words(parts: Sequence[WorkPart], *, with_last_count: bool = False) -> str:
         # a call that makes another of the same name is one part to its reader
         if part.name not in words[-1:]:
             words.append(part.name)
-        if part.counted:
-            words.append(f"{part.counted} {part.done}/{part.total}")
-    if parts and parts[-1].counted and not with_last_count:
-        words[-1] = parts[-1].counted
+        if part.label:
+            words.append(f"{part.label} {part.done}/{part.total}")
+    if parts and parts[-1].label and not with_last_count:
+        words[-1] = parts[-1].label
     return ": ".join(words)

@@ -35,7 +35,7 @@ _CALLERS = tuple(os.path.join(_TORCH, folder, "") for folder in ("nn", "optim"))
 _FUNCTIONS = frozenset({nn.functional.__file__, torch.functional.__file__})
 _NAMES = frozenset().union(*map(dir, (torch, torch.Tensor, nn.functional, torch.linalg, torch.fft)))
 _RUNNER = _CALL.co_filename
-# of modes and classes of tensors: each calls all functions, or all operators, at one instruction
+# handlers of modes and tensor classes: each calls all functions, or operators, at one instruction
 _HANDLERS = ("__torch_function__", "__torch_dispatch__")
 # a module of zoo with this global runs a training loop; its lines are not the user's
 LOOP = "IS_TRAINING_LOOP"
@@ -87,9 +87,9 @@ class Locations:
             self._lines.setdefault(path, line)
         return Location("" if module is None else self._block(path), path, line)
 
-    def of_module(self, path: str, known: Location = UNKNOWN) -> Location:
+    def of_module(self, path: str, nearby: Location = UNKNOWN) -> Location:
         """Returns the location of a module that is not running; the line is `known`'s."""
-        return Location(self._block(path), path, known.line)
+        return Location(self._block(path), path, nearby.line)
 
     def _block(self, path: str) -> str:
         return block_of(path) or type(self.model).__name__
@@ -99,9 +99,9 @@ class Instruction(NamedTuple):
     """An instruction of Python that calls a function of torch.
 
     Attributes:
-        code: what has the instruction, `offset` bytes behind its begin.
-        callers: where each frame around that code is, the innermost first. The frame itself is not
-            told: where one ends, the next may lie, or not.
+        code: the code object with the instruction at byte `offset`.
+        callers: the offset in the code of each frame around it, the innermost first; not the frame,
+            whose memory a later one may get.
         function: the function's name if it is written in Python, and thus has a frame.
     """
 
@@ -130,9 +130,9 @@ def modules_around(
     """
     modules: list[str] = []
     line: str | None = None
-    found: FrameType | None = None
+    call_frame: FrameType | None = None
     callers: list[int] = []
-    function, is_found = "", False
+    function, has_call = "", False
     for caller in _outward(frame):
         code = caller.f_code
         if code is _CALL:
@@ -140,19 +140,19 @@ def modules_around(
             modules += [] if path is None else [path]
         elif line is None:
             line = _line_at(caller)
-        if is_found:
+        if has_call:
             callers.append(caller.f_lasti)
         elif code in _BACKWARDS:
-            is_found = True
+            has_call = True
         elif code.co_name in _HANDLERS:
             continue
         elif code is _ATTENTION or _calls_functions(code.co_filename):
-            is_found = True
-            found = caller
+            has_call = True
+            call_frame = caller
         elif code.co_filename in _FUNCTIONS:
             function = code.co_name.lstrip("_")
-    instruction = found and Instruction(found.f_code, found.f_lasti, (*callers,), function)
-    return tuple(reversed(modules)), line if line and modules else "", instruction
+    call = call_frame and Instruction(call_frame.f_code, call_frame.f_lasti, (*callers,), function)
+    return tuple(reversed(modules)), line if line and modules else "", call
 
 
 @functools.cache

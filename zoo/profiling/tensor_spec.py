@@ -1,6 +1,6 @@
 """The metadata of tensors and of kernel calls: shape, stride, dtype, device, storage.
 
-Tensors, fake or real, can be made from it again; those that shared a storage share one again.
+Equal tensors, fake or real, can be made from it; those that shared a storage share one again.
 """
 
 import contextlib
@@ -87,8 +87,8 @@ class TensorSpec(NamedTuple):
     def fake(self, mode: FakeTensorMode) -> Tensor:
         """Makes such a fake tensor, unseen by dispatch modes."""
         with DisableTorchDispatch():
-            made = self._replace(device=META).empty()
-        fake: Tensor = FakeTensor(mode, made, self.device)
+            meta = self._replace(device=META).empty()
+        fake: Tensor = FakeTensor(mode, meta, self.device)
         return fake
 
     def _marked(self, tensor: Tensor) -> Tensor:
@@ -107,17 +107,17 @@ class TensorSpec(NamedTuple):
         return self if is_alone else self._replace(offset=0, bytes=size)
 
 
-def made_of(specs: Sequence[TensorSpec]) -> list[Tensor]:
+def tensors_from(specs: Sequence[TensorSpec]) -> list[Tensor]:
     """Makes the tensors that specs describe; those of one storage share one."""
     distinct = {spec.tensor: spec for spec in specs}
     views = Counter(spec.storage for spec in distinct.values())
     bases: dict[int, Tensor] = {}
-    made: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
     for number, spec in distinct.items():
         if views[spec.storage] > 1 and spec.storage not in bases:
             bases[spec.storage] = torch.empty(spec.bytes, dtype=torch.uint8, device=spec.device)
-        made[number] = spec.empty(bases.get(spec.storage))
-    return [made[spec.tensor] for spec in specs]
+        tensors[number] = spec.empty(bases.get(spec.storage))
+    return [tensors[spec.tensor] for spec in specs]
 
 
 class KernelSpec(NamedTuple):
@@ -140,23 +140,23 @@ class KernelSpec(NamedTuple):
         specs = iter(_of_arguments(tensors))
         with contextlib.suppress(TypeError):
             # in the order of `tensors_in`
-            given = _described(args, specs)
+            arguments = _described(args, specs)
             return cls(
                 str(operator),
-                given,
+                arguments,
                 tuple((name, _described(kwargs[name], specs)) for name in kwargs),
             )
         return None
 
     def prepared(self) -> tuple[Operator, Args, Kwargs]:
         """Returns the operator and its arguments: floating-point tensors of 0.5, others of 0."""
-        made = made_of(self._tensors)
-        for tensor in made:
+        arguments = tensors_from(self._tensors)
+        for tensor in arguments:
             # an expanded tensor cannot be written, but its storage can
             whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             whole.set_(tensor.untyped_storage())
             whole.fill_(0.5 if tensor.is_floating_point() or tensor.is_complex() else 0)
-        tensors, operator = iter(made), resolved(self.operator)
+        tensors, operator = iter(arguments), resolved(self.operator)
         args = [_filled(value, tensors) for value in self.args]
         kwargs = {name: _filled(value, tensors) for name, value in self.kwargs}
         return operator, _with_dropout_state(operator, args), kwargs
@@ -231,7 +231,7 @@ def _of_arguments(tensors: Iterable[Tensor]) -> list[TensorSpec]:
         for tensor in tensors
     ]
     # a fake tensor asks all modes whether it `is_meta`
-    specs = [one._replace(device=CPU) if one.device.type == "meta" else one for one in specs]
+    specs = [spec._replace(device=CPU) if spec.device.type == "meta" else spec for spec in specs]
     views = Counter({spec.tensor: spec.storage for spec in specs}.values())
     return [spec.alone() if views[spec.storage] == 1 else spec for spec in specs]
 
@@ -298,8 +298,8 @@ def flattened(
 ) -> tuple[list[PyTree], pytree.TreeSpec]:
     """Returns the leaves of nested containers, and their structure.
 
-    Of containers that contain themselves each is a leaf where it comes again. `flatten` is one of
-    the functions of torch's pytrees.
+    A container that contains itself is a leaf at its second occurrence. `flatten` is one of the
+    functions of torch's pytrees.
     """
     try:
         return flatten(value)  # type: ignore[no-any-return]

@@ -125,8 +125,8 @@ class Timeline:
 
         `zoo.profiling.caching_allocator` has the roundings.
         """
-        counted = [replace(a, bytes=rounding(a.bytes)) for a in self.allocations]
-        return replace(self, allocations=counted)
+        allocations = [replace(a, bytes=rounding(a.bytes)) for a in self.allocations]
+        return replace(self, allocations=allocations)
 
     def curves(self) -> dict[str, list[int]]:
         """Returns for each category its bytes at the points 0 to `length`."""
@@ -311,8 +311,8 @@ class Timeline:
         phase = f" in the {self.phase_at(point)}" if self.phase_at(point) else ""
         peak = f"peak {format_bytes(self.peak)}{phase}, at event {point} of {self.length}"
         reserved = self.reserved_peak
-        held = "" if reserved is None else f"; {format_bytes(reserved)} reserved at most"
-        return f"{self.title} on {self.device}: {peak}{held}"
+        reserved_text = "" if reserved is None else f"; {format_bytes(reserved)} reserved at most"
+        return f"{self.title} on {self.device}: {peak}{reserved_text}"
 
     def _by_category(self) -> Rows:
         at_most = {category: max(curve) for category, curve in self.curves().items()}
@@ -331,8 +331,8 @@ class Timeline:
         rows: Rows = [("largest at the peak", "", "shape", "made in", "block", "", "")]
         for a in self.holders(count):
             shape = f"{a.shape} {a.dtype}" if a.dtype else ""
-            place = a.place if a.place != a.home else ""
-            rows.append((format_bytes(a.bytes), a.category, shape, a.phase, a.home, place, a.line))
+            origin = a.place if a.place != a.home else ""
+            rows.append((format_bytes(a.bytes), a.category, shape, a.phase, a.home, origin, a.line))
         return rows
 
 
@@ -388,7 +388,7 @@ _ATTRIBUTES = tuple(entry.name for entry in fields(Allocation))
 
 
 @dataclass
-class _Stored:
+class _TimelineJson:
     """The JSON of a timeline."""
 
     version: int
@@ -405,7 +405,7 @@ class _Stored:
 
 def _timeline(values: Any) -> Timeline:
     """Makes a timeline from parsed JSON; raises ValueError for anything else."""
-    stored = read(_Stored, values)
+    stored = read(_TimelineJson, values)
     if stored.version != VERSION:
         raise ValueError(f"its version is {stored.version}; this zoo reads version {VERSION}")
     phases = [read_row(Mark, ("point", "phase"), row) for row in stored.phases]
@@ -429,14 +429,14 @@ def _lines(rows: Rows) -> str:
 
 def _places(allocations: Sequence[Allocation], points: Sequence[int]) -> dict[str, Any]:
     """Returns module and line of the latest allocation at each point, without repeats."""
-    made = sorted((a.start, (a.module, a.line)) for a in allocations if a.start)
-    starts = [start for start, _ in made]
+    births = sorted((a.start, (a.module, a.line)) for a in allocations if a.start)
+    starts = [start for start, _ in births]
     # before the step's first allocation there is none
     latest = [bisect.bisect_right(starts, point) for point in points]
-    places = [made[number - 1][1] if number else ("", "") for number in latest]
-    names = list(dict.fromkeys(places))
-    numbers = {place: number for number, place in enumerate(names)}
-    return {"names": [list(place) for place in names], "at": [numbers[place] for place in places]}
+    origins = [births[number - 1][1] if number else ("", "") for number in latest]
+    names = list(dict.fromkeys(origins))
+    numbers = {origin: number for number, origin in enumerate(names)}
+    return {"names": list(map(list, names)), "at": list(map(numbers.__getitem__, origins))}
 
 
 def _extremes(total: list[int], points: int) -> Iterator[int]:

@@ -194,13 +194,13 @@ def largest(
 class _Search:
     """Searches by predicted bytes, and lowers their limit if real steps need more."""
 
-    def __init__(self, estimates: SizeEstimates, start: int, memory_budget: Budget) -> None:
+    def __init__(self, estimates: SizeEstimates, start: int, budget: Budget) -> None:
         self.start = max(start // estimates.unit, 1)
         if estimates.trace(self.start) is None:
             # one example may be too few for a norm
             self.start *= 2
         self.estimates, self.first = estimates, estimates.planner_of(self.start)
-        self.budget = self.first.bytes_of(memory_budget)
+        self.budget = self.first.bytes_of(budget)
         # the limit on predicted bytes, as far as real steps have confirmed it
         self.trusted = self.budget
         self.fitted: Largest | None = None

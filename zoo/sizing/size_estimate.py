@@ -21,7 +21,7 @@ from zoo.errors import ArgumentError, BudgetError, InputError
 from zoo.invocation import Inputs, Invocation, sizes_hint
 from zoo.loss import Loss
 from zoo.planner.plan import Plan
-from zoo.policy.budget import BudgetPlanner, optimal_planner
+from zoo.policy.budget import StepPlanner, optimal_planner
 from zoo.policy.options import option_for, plan_or_option
 from zoo.policy.plan_report import Point
 from zoo.profiling.kernel_costs import KernelCosts
@@ -36,7 +36,7 @@ Vary = int | tuple[int, ...] | Callable[[int], Inputs]
 # makes inputs of a size on a device
 MakeInputs = Callable[[int, torch.device], Invocation]
 # chooses the fastest plan within a budget in bytes; for None, the plan of least peak
-PlanPolicy = Callable[[BudgetPlanner, int | None], Point]
+PlanPolicy = Callable[[StepPlanner, int | None], Point]
 Kernels = Sequence[KernelCosts | None]
 # seconds that one run of all kinds of kernels may take, approximately
 PATIENCE = 2.0
@@ -49,7 +49,7 @@ def plan_policy(model: nn.Module, checkpoint: Any, max_overhead: float | None) -
     if checkpoint == "auto" or (max_overhead is not None and checkpoint in (None, False)):
         optimal_planner()
 
-        def best(planner: BudgetPlanner, budget: int | None) -> Point:
+        def best(planner: StepPlanner, budget: int | None) -> Point:
             if budget is None and max_overhead is None:
                 return planner.least
             report = planner.report(budget if max_overhead is None else None, max_overhead)
@@ -60,7 +60,7 @@ def plan_policy(model: nn.Module, checkpoint: Any, max_overhead: float | None) -
     option = option_for(checkpoint, None, max_overhead) if is_given else option_of(model)
 
     @functools.cache
-    def decided(planner: BudgetPlanner) -> Point:
+    def decided(planner: StepPlanner) -> Point:
         plan = Plan.keep_all(planner.steps)
         try:
             if option is not None:
@@ -89,7 +89,7 @@ class SizeEstimates:
     device: str | None
     optimizer_in_backward: bool = False
     # by size, with kernels if they were measured or extrapolated
-    planners: dict[int, BudgetPlanner | None] = field(default_factory=dict)
+    planners: dict[int, StepPlanner | None] = field(default_factory=dict)
     needs: dict[int, int] = field(default_factory=dict)
     refusal: Exception | None = None
     # the same for any size
@@ -123,7 +123,7 @@ class SizeEstimates:
             self, optimizer_in_backward=True, optimizer_bytes=None, planners={}, needs={}
         )
 
-    def planner_of(self, count: int) -> BudgetPlanner:
+    def planner_of(self, count: int) -> StepPlanner:
         """Returns the costs of a size; raises what the model raised if it takes no such size."""
         planner = self.trace(count)
         if planner is None:
@@ -131,7 +131,7 @@ class SizeEstimates:
             raise self.refusal
         return planner
 
-    def trace(self, count: int) -> BudgetPlanner | None:
+    def trace(self, count: int) -> StepPlanner | None:
         """Traces a size on fake tensors, once."""
         if count in self.planners:
             return self.planners[count]
@@ -159,7 +159,7 @@ class SizeEstimates:
     def _smallest_known(self) -> int:
         return min(count for count, planner in self.planners.items() if planner is not None)
 
-    def _kernels(self, count: int, large: BudgetPlanner) -> Kernels:
+    def _kernels(self, count: int, large: StepPlanner) -> Kernels:
         """Runs each kind of kernel, or extrapolates from a smaller size at which that is faster.
 
         Sizes in between run, too: small ones predict large ones badly, since launching a kernel
@@ -197,7 +197,7 @@ def extrapolated(
         sizes = zip(before.sizes, after.sizes, strict=False)
         ratio = max((new / old for old, new in sizes if old), default=1.0)
         workspace = math.ceil(kernel.workspace * ratio)
-        costs.append(KernelCosts(kernel.seconds * ratio, workspace, kernel.held))
+        costs.append(KernelCosts(kernel.seconds * ratio, workspace, kernel.held_by_library))
     return costs
 
 

@@ -50,7 +50,7 @@ class Patch:
         self.module: Callable[[], nn.Module] = weakref.ref(module)  # type: ignore[assignment]
         self.before: Any = None
         self.class_forward = ForwardOfClass(type(module))
-        # those of the class would hide them
+        # the attributes of the class would hide them
         forward = vars(module).get("forward", self.class_forward.forward)
         self.__doc__, self.__module__ = forward.__doc__, getattr(forward, "__module__", "")
 
@@ -58,7 +58,7 @@ class Patch:
         """Returns an attribute of the original forward, as bound methods do of their function."""
         if "class_forward" not in vars(self):  # a pickle is being loaded
             raise AttributeError(name)
-        # of the function, which does not need the module to be alive
+        # the attribute of the function, which does not need the module to be alive
         return getattr(self.class_forward.forward if self.before is None else self.before, name)
 
     @property
@@ -98,13 +98,13 @@ class Patch:
     def _original(self, module: nn.Module) -> Callable[..., PyTree]:
         if self.before is not None:
             return self.before  # type: ignore[no-any-return]
-        owner = type(module)
-        # looked up before, since a compiled forward comes here and the compiler warns of `inspect`
-        found = self.class_forward if self.class_forward.owner is owner else ForwardOfClass(owner)
-        return found.compiled(module) if torch.compiler.is_compiling() else found.of(module)
+        own, owner = self.class_forward, type(module)
+        # made ahead, since compiled code comes here, and the compiler warns of `inspect`
+        forward = own if own.owner is owner else ForwardOfClass(owner)
+        return forward.compiled(module) if torch.compiler.is_compiling() else forward.of(module)
 
     def of_copy(self, frame: FrameType) -> Callable[..., PyTree] | None:
-        """Returns the original forward of a copy that shares this patch; None if none is called.
+        """Returns the original forward if a copy that shares this patch is called; else None.
 
         `copy.copy` and `nn.DataParallel` copy a module's attributes as they are. Only the frame of
         the module's `__call__` shows which module is called.
@@ -114,7 +114,7 @@ class Patch:
         called, module = frame.f_locals.get("self"), self.module()
         if called is None or called is module or vars(called).get("forward") is not self:
             return None
-        # this was assigned as the forward of another kind of module
+        # the patch was assigned as the forward of another kind of module
         is_other = module is not None and type(called) is not type(module)
         return None if is_other else self._original(called)
 

@@ -39,8 +39,9 @@ from zoo.errors import ArgumentError, InputError, ZooError, in_a_line, shortened
 from zoo.invocation import Invocation, device_of, kernel_device, sizes_hint
 from zoo.loss import Loss, UnknownTargets, own_loss, with_loss_errors
 from zoo.models.model import Model
-from zoo.planner.step_log import StepLog
+from zoo.planner.step_events import StepEvents
 from zoo.profiling.cudnn_recurrent import flattened
+from zoo.profiling.event_recorder import EventRecorder
 from zoo.profiling.fake_tensors import (
     SMALL,
     FakeTensorFixes,
@@ -52,7 +53,6 @@ from zoo.profiling.fake_tensors import (
 from zoo.profiling.isolation import NO_FORK, isolated
 from zoo.profiling.progress import shown
 from zoo.profiling.source_location import line_of_traceback
-from zoo.profiling.step_logger import StepLogger
 from zoo.profiling.tensor_spec import KernelSpec, TensorSpec, tensors_held_by, tensors_in
 from zoo.tracing.tracer import Graph, Tracer, is_compiled, plain
 
@@ -74,34 +74,34 @@ class TraceError(ArgumentError):
 
 
 class StepTrace(NamedTuple):
-    """What a training step does, as data that can be pickled.
+    """The operators and events of a training step, as data that can be pickled.
 
     Attributes:
         graph: the operators of the model and of its loss.
-        log: of forward and backward.
-        specs: the different kernel calls by their numbers in the log.
-        has_loss: whether a loss is part of it.
+        events: those of forward and backward.
+        specs: the different kernel calls by their numbers in the events.
+        has_loss: whether a loss is part of the step.
     """
 
     graph: Graph
-    log: StepLog
+    events: StepEvents
     specs: Sequence[KernelSpec | None]
     has_loss: bool
 
 
 def step_trace_of(
-    model: nn.Module, given: Invocation, loss: Loss | None = None, blocks: Iterable[str] = ()
+    model: nn.Module, invocation: Invocation, loss: Loss | None = None, blocks: Iterable[str] = ()
 ) -> StepTrace:
     """Returns the trace of a training step of a model: forward, loss and backward.
 
     The inputs may be meta, fake or real tensors. Without `loss` the loss is the model's output of
-    that name, if there is one. `blocks` are paths of modules, of which each call is noted.
+    that name, if there is one. `blocks` are paths of modules whose calls are noted.
 
     Raises:
         ArgumentError: the model or the loss raises an error on these inputs, or reads values that
             only a real training step has.
     """
-    forward, name = _Forward(model, given, loss, blocks), type(model).__name__
+    forward, name = _Forward(model, invocation, loss, blocks), type(model).__name__
     if any(map(is_spread, model.parameters())):
         raise ArgumentError(
             f"the parameters of {name} are spread over processes (DTensor), so that its forward "
@@ -116,32 +116,32 @@ def step_trace_of(
         # `set_stance` would, in each forked process
         importlib.import_module("torch._dynamo")
     with shown("tracing the forward"):
-        found = forward.isolated(forward.on_fakes)
-        if not isinstance(found, StepTrace):
-            forward.failure = found
-            found = forward.isolated(forward.on_real_tensors)
-    return found  # type: ignore[no-any-return]
+        result = forward.isolated(forward.on_fakes)
+        if not isinstance(result, StepTrace):
+            forward.failure = result
+            result = forward.isolated(forward.on_real_tensors)
+    return result  # type: ignore[no-any-return]
 
 
 class RealStep:
     """Traces the forward of a real training step inside the `with` block, then its backward.
 
-    The user trains on what the forward made. So the backward is that of the same graph on fake
-    tensors, which changes nothing of it: functions with a backward of their own are not called.
+    The user trains on the outputs of this forward. So the traced backward runs the same graph on
+    fake tensors and leaves it as it is: functions with a backward of their own are not called.
     """
 
-    def __init__(self, model: nn.Module, given: Invocation) -> None:
+    def __init__(self, model: nn.Module, invocation: Invocation) -> None:
         self.tracer = Tracer(model)
-        self.logger = StepLogger(
+        self.event_recorder = EventRecorder(
             self.tracer.operators_so_far, caches_casts=caches_casts(), hooks=(pack, unpack)
         )
-        self.logger.note_owned(model)
-        self.logger.note_inputs(given.tensors)
+        self.event_recorder.note_owned(model)
+        self.event_recorder.note_inputs(invocation.tensors)
         self._entered = contextlib.ExitStack()
 
     def __enter__(self) -> "RealStep":
         with contextlib.ExitStack() as entered:
-            entered.enter_context(self.logger)
+            entered.enter_context(self.event_recorder)
             entered.enter_context(self.tracer)
             self._entered = entered.pop_all()
         return self
@@ -152,43 +152,44 @@ class RealStep:
     def trace(self, outputs: PyTree) -> StepTrace:
         """Returns the trace of the step, whose forward returned these outputs."""
         self.tracer.note_end_of_model()
-        roots = self.logger.note_ends(tensors_held_by(outputs), None)
+        roots = self.event_recorder.note_ends(tensors_held_by(outputs), None)
         with on_fakes():
-            self.logger.run_backward(roots)
-        return StepTrace(self.tracer.graph, self.logger.log, self.logger.specs, has_loss=False)
+            self.event_recorder.run_backward(roots)
+        recorder = self.event_recorder
+        return StepTrace(self.tracer.graph, recorder.events, recorder.specs, has_loss=False)
 
 
 class Failure(NamedTuple):
     """Where a forward failed on fake tensors, as "file:line".
 
-    `said` is the error, "" where it reads numbers, which fake tensors do not have.
+    `error_text` is the error, "" for a forward that reads numbers, which fake tensors lack.
     """
 
     line: str = ""
-    said: str = ""
+    error_text: str = ""
 
 
 class _Forward:
-    """A forward to be traced; `is_apart`: in a forked process, where its side effects end."""
+    """A forward to be traced; `is_forked`: in a forked process, where its side effects end."""
 
     def __init__(
-        self, model: nn.Module, given: Invocation, loss: Loss | None, blocks: Iterable[str]
+        self, model: nn.Module, invocation: Invocation, loss: Loss | None, blocks: Iterable[str]
     ) -> None:
-        self.model, self.given, self.blocks = model, given, tuple(blocks)
+        self.model, self.invocation, self.blocks = model, invocation, tuple(blocks)
         self.device = kernel_device(model)
         self.loss = own_loss if loss is None else with_loss_errors(loss, self.device)
-        self.failure: Failure | None = None  # of the trace on fake tensors
-        # one of zoo's own models alone calls nothing that is compiled
+        self.failure: Failure | None = None  # why the trace on fake tensors failed
+        # one of zoo's own models calls nothing that is compiled, unless it is
         self.may_compile = not isinstance(model, Model) or any(map(is_compiled, model.modules()))
 
     def isolated(self, trace: Callable[[bool], T]) -> T:
         """Traces in isolation; raises TraceError for any error there."""
 
-        def traced(is_apart: bool) -> T:
+        def traced(is_forked: bool) -> T:
             try:
                 # the forward is the user's, and may need the modes of the program
                 with EnableTorchFunction():
-                    return trace(is_apart)
+                    return trace(is_forked)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
@@ -199,27 +200,27 @@ class _Forward:
         name = type(self.model).__name__
         return isolated(
             traced,
-            # raised not by the forward but when the graph was sent to this process
+            # an error not of the forward but of sending the trace to this process
             lambda text: TraceError(
                 f"{name} cannot be traced ahead ({text}). zoo.checkpoint without a budget traces a "
                 "real training step instead"
             ),
         )
 
-    def on_fakes(self, is_apart: bool) -> "StepTrace | Failure":
-        """Traces on fake tensors; returns the failure where real ones may not fail."""
+    def on_fakes(self, is_forked: bool) -> "StepTrace | Failure":
+        """Traces on fake tensors; returns a `Failure` if the forward may run on real ones."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         on_meta = device_of(self.model).type == "meta"
         fixes = FakeTensorFixes(mode, strict=True, moves_meta=on_meta)
         fake = functools.cache(functools.partial(self._fake, fixes))
         owned = (*self.model.parameters(), *self.model.buffers())
         fakes = {id(tensor): fake(tensor) for tensor in owned}
-        model = self.model if is_apart else self._copy(fakes)
-        if is_apart:
+        model = self.model if is_forked else self._copy(fakes)
+        if is_forked:
             put_tensors(model, fakes)
         try:
             with mode, fixes, fixes.constants_readable():
-                trace = self._traced(model, self.given.map(fake), fixes)
+                trace = self._traced(model, self.invocation.map(fake), fixes)
         except BaseException as error:
             if fixes.asked or isinstance(error, NumbersNeeded):
                 if isinstance(error, UnknownTargets):
@@ -231,29 +232,29 @@ class _Forward:
             return Failure(line_of_traceback(error), in_a_line(error, 400))
         return Failure() if fixes.asked else trace
 
-    def on_real_tensors(self, is_apart: bool) -> StepTrace:
+    def on_real_tensors(self, is_forked: bool) -> StepTrace:
         """Traces on real tensors.
 
         Raises:
-            NumbersNeeded: it would take much memory, or the model has no data.
+            NumbersNeeded: the trace would take much memory, or the model has no data.
         """
         owned = [*self.model.parameters(), *self.model.buffers()]
-        size = sum(tensor.nbytes for tensor in (*owned, *self.given.tensors))
+        size = sum(tensor.nbytes for tensor in (*owned, *self.invocation.tensors))
         if size > LARGEST or not all(map(_has_data, owned)):
             raise NumbersNeeded
 
         def real(tensor: Tensor) -> Tensor:
-            known = _has_data(tensor)
-            made = tensor.detach().clone() if known else self._spec(tensor).empty().zero_()
-            return made.requires_grad_(tensor.requires_grad)
+            has_data = _has_data(tensor)
+            value = tensor.detach().clone() if has_data else self._spec(tensor).empty().zero_()
+            return value.requires_grad_(tensor.requires_grad)
 
-        model = self.model if is_apart else flattened(self._copy({}))
-        return self._traced(model, self.given.map(real))
+        model = self.model if is_forked else flattened(self._copy({}))
+        return self._traced(model, self.invocation.map(real))
 
-    def _copy(self, known: Mapping[int, Tensor]) -> nn.Module:
-        """Returns a copy of the model in which some objects, by their ids, are others."""
+    def _copy(self, replacements: Mapping[int, Tensor]) -> nn.Module:
+        """Returns a copy of the model in which some objects, by their ids, are replaced."""
         try:
-            return copy.deepcopy(self.model, {**known})
+            return copy.deepcopy(self.model, {**replacements})
         except Exception as error:
             name = type(self.model).__name__
             raise TraceError(
@@ -265,16 +266,16 @@ class _Forward:
     def _traced(
         self,
         model: nn.Module,
-        given: Invocation,
+        invocation: Invocation,
         fixes: FakeTensorFixes | None = None,
     ) -> StepTrace:
         tracer = Tracer(model)
         tracer.mark(self.blocks)
-        logger = StepLogger(tracer.operators_so_far, caches_casts=caches_casts())
-        logger.note_owned(model)
-        logger.note_inputs(given.tensors)
-        # real tensors go through what higher-order operators compile, as in training: `map` returns
-        # another structure without
+        event_recorder = EventRecorder(tracer.operators_so_far, caches_casts=caches_casts())
+        event_recorder.note_owned(model)
+        event_recorder.note_inputs(invocation.tensors)
+        # on real tensors higher-order operators compile, as in training: uncompiled, `map` returns
+        # another structure
         is_eager = fixes is not None or any(map(is_compiled, model.modules()))
         with (
             torch.inference_mode(False),
@@ -287,17 +288,17 @@ class _Forward:
             # fake tensors refuse collectives themselves, and take no memory
             _Limits() if fixes is None else contextlib.nullcontext(),
         ):
-            with logger, tracer, logger.hooks():
-                outputs = given.on(model)
+            with event_recorder, tracer, event_recorder.hooks():
+                outputs = invocation.on(model)
                 tracer.note_end_of_model()
                 loss = self.loss(outputs)
-            roots = logger.note_ends(tensors_held_by(outputs), loss)
+            roots = event_recorder.note_ends(tensors_held_by(outputs), loss)
             has_loss = loss is not None
-            # only the graph holds them from here on
+            # from here on only the graph holds them
             del outputs, loss
             with on_fakes() if fixes is None else fixes.questions_allowed():
-                logger.run_backward(roots)
-        return StepTrace(tracer.graph, logger.log, logger.specs, has_loss)
+                event_recorder.run_backward(roots)
+        return StepTrace(tracer.graph, event_recorder.events, event_recorder.specs, has_loss)
 
     def _fake(self, fixes: FakeTensorFixes, tensor: Tensor) -> Tensor:
         """Returns a fake of a tensor; the values are known unless it is a parameter."""
@@ -323,16 +324,16 @@ class _Forward:
         return TensorSpec.of(plain(tensor))._replace(device=device)
 
     def _trace_error(self, error: BaseException) -> TraceError | InputError:
-        """Returns the error to raise for what a forward raised."""
+        """Returns the error to raise for an error of the forward."""
         name = type(self.model).__name__
         if isinstance(error, InputError):
             return error
         if isinstance(error, ZooError):
             return TraceError(str(error))
         if isinstance(error, NumbersNeeded):
-            line, said = self.failure or Failure()
+            line, error_text = self.failure or Failure()
             at = f" ({line})" if line else ""
-            if not said:
+            if not error_text:
                 return TraceError(
                     f"the forward of {name} reads numbers out of tensors{at}, which have none "
                     "while it is traced ahead. zoo.checkpoint without a budget traces the first "
@@ -340,8 +341,8 @@ class _Forward:
                 )
             refused = TraceError(
                 f"the forward of {name} is traced ahead on fake tensors, on which it raises "
-                f"{said}{at}. Where real ones do not, zoo.checkpoint without a budget traces the "
-                "first training step instead."
+                f"{error_text}{at}. Where real ones do not, zoo.checkpoint without a budget traces "
+                "the first training step instead."
             )
             refused.raised = True
             return refused
@@ -354,7 +355,7 @@ class _Forward:
         where = f" ({line})" if line else ""
         refused = TraceError(
             f"{name} does not take these inputs: {in_a_line(error, 400)}{where}"
-            f"{sizes_hint(self.given)}"
+            f"{sizes_hint(self.invocation)}"
         )
         refused.raised = True
         return refused
@@ -380,15 +381,15 @@ def _has_data(tensor: Tensor) -> bool:
 class _Limits(KernelMode):
     """Refuses collectives, and kernels that return more than `MOST_MADE` bytes in all.
 
-    The state that cuDNN's networks have for their dropout stays as the program left it.
+    The dropout state of cuDNN's networks stays as the program left it.
     """
 
     keeps_compiled = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.made = 0
-        # devices on which the state was made, which the program has yet to make
+        self.result_bytes = 0
+        # devices on which the trace made that state before the program
         self.dropout: set[torch.device] = set()
 
     def __exit__(self, *raised: object) -> None:
@@ -408,7 +409,7 @@ class _Limits(KernelMode):
         if func is DROPOUT_STATE:
             self.dropout.add(result.device)
         if not is_view(func):
-            self.made += sum(tensor.nbytes for tensor in tensors_in(result))
-            if self.made > MOST_MADE:
+            self.result_bytes += sum(tensor.nbytes for tensor in tensors_in(result))
+            if self.result_bytes > MOST_MADE:
                 raise NumbersNeeded
         return result

@@ -5,7 +5,7 @@
 
 The state between two steps is every storage that a later kernel reads. There is no cut
 
-- right before a write in place to what the kernel before has just touched;
+- right before a write in place to storages that the kernel before read, wrote or made;
 - between the kernel that makes a tensor and a write to it that no replay may repeat;
 - inside of the forward of an `autograd.Function`, or of one call of a function of torch, such as
   `dropout` or `scaled_dot_product_attention`: what it dispatches depends on the device;
@@ -41,17 +41,17 @@ from torch import nn
 from zoo.engine.kernel_segments import Visit
 from zoo.errors import ArgumentError, nearest
 from zoo.models.model import Model
-from zoo.planner.log_cuts import useful_cuts
-from zoo.planner.step_log import Allocated, KernelRun, Saved, Viewed
-from zoo.profiling.log_profile import Outline
+from zoo.planner.event_cuts import useful_cuts
+from zoo.planner.step_events import Allocated, KernelRun, Saved, Viewed
+from zoo.profiling.step_profile import Outline
 from zoo.tracing.isolated_trace import StepTrace
 from zoo.tracing.tracer import Call, Graph
 
 # kernels whose results a later kernel fills, or that copy a tensor for another layout
 LIGHT = ("aten.empty", "aten.new_empty", "aten.clone")
-# those by which fully sharded data parallelism gathers the parameters of the module that comes
+# operators by which fully sharded data parallelism gathers the parameters of the next module
 GATHERING = ("fsdp.", "c10d._allgather_base_")
-# those by which tensor parallelism gathers or sums results
+# operators by which tensor parallelism gathers or sums results
 COMPLETING = "_c10d_functional."
 CAST = "aten._to_copy"
 ROWS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -66,45 +66,45 @@ SWITCHES = {
 
 
 @dataclass(slots=True)
-class _Touched:
-    """The storages that an operator was given, wrote and made.
+class _StorageUses:
+    """The storages that an operator read, wrote and allocated.
 
-    Those in `kept` it wrote in a way that no replay repeats.
+    It wrote those in `unrepeatable` in a way that no replay repeats.
     """
 
-    given: set[int] = field(default_factory=set)
+    read: set[int] = field(default_factory=set)
     written: set[int] = field(default_factory=set)
-    made: set[int] = field(default_factory=set)
-    kept: set[int] = field(default_factory=set)
+    allocated: set[int] = field(default_factory=set)
+    unrepeatable: set[int] = field(default_factory=set)
 
 
 def partition(model: nn.Module, trace: StepTrace, blocks: Collection[str]) -> Outline:
     """Cuts a model's training step into steps; `blocks` are the paths of its blocks."""
-    graph, touched = trace.graph, _touched(trace)
+    graph, uses_of = trace.graph, _uses_of(trace)
     calls = [
-        call for call in graph.calls if call.index in touched and call.index < graph.model_operators
+        call for call in graph.calls if call.index in uses_of and call.index < graph.model_operators
     ]
     functions = _functions(trace)
-    starts = _useful(_cuts(calls, touched, functions), calls, trace)
+    starts = _useful(_cuts(calls, uses_of, functions), calls, trace)
     parts = [calls[start:end] for start, end in itertools.pairwise([*starts, len(calls)])]
-    # views belong to the kernel that reads them, and so does the step
-    kernels = [[call for call in part if not _is_light(call, touched)] for part in parts]
+    # views belong to the kernel that reads them, which names the step and its block
+    kernels = [[call for call in part if not _is_light(call, uses_of)] for part in parts]
     visits = _blocks(calls, blocks, graph.visits)
     of_call = {call.index: visit for call, visit in zip(calls, visits, strict=True)}
     firsts = [of_call[(some or part)[0].index] for some, part in zip(kernels, parts, strict=True)]
     runs = itertools.groupby(firsts)
     # a step of several kernels, which an in-place write holds together, may be a segment alone
-    made = [len({functions.get(call.index, call.index) for call in part}) for part in kernels]
+    counts = [len({functions.get(call.index, call.index) for call in part}) for part in kernels]
     cuts = _first_operators(starts, calls)
-    names = _Names(model, touched).of(parts)
+    names = _Names(model, uses_of).of(parts)
     return Outline(
         names=tuple(names),
         blocks=tuple(number for number, (_, run) in enumerate(runs) for _ in run),
-        whole=frozenset(number for number, count in enumerate(made) if count > 1),
-        log=trace.log,
+        whole=frozenset(number for number, count in enumerate(counts) if count > 1),
+        events=trace.events,
         specs=trace.specs,
         lines=tuple(next((call.line for call in part if call.line), "") for part in parts),
-        shapes=tuple(_shapes(part, touched) for part in parts),
+        shapes=tuple(_shapes(part, uses_of) for part in parts),
         parameters=_parameters(graph, [*cuts, graph.model_operators]),
         cuts=(*cuts, *([graph.model_operators] if trace.has_loss else ())),
     )
@@ -117,42 +117,42 @@ def _first_operators(starts: Sequence[int], calls: Sequence[Call]) -> list[int]:
 
 def _useful(starts: Sequence[int], calls: Sequence[Call], trace: StepTrace) -> list[int]:
     """Leaves out starts of steps that no plan gains by."""
-    # those of the model alone, so that steps do not depend on whether the loss is known
-    log = trace.log.before(trace.graph.model_operators) if trace.has_loss else trace.log
+    # the events of the model alone, so that steps do not depend on whether the loss is known
+    events = trace.events.before(trace.graph.model_operators) if trace.has_loss else trace.events
     within = [calls[start].within for start in starts]
-    kept = useful_cuts(log, _first_operators(starts, calls), within)
-    return [starts[number] for number in kept]
+    numbers = useful_cuts(events, _first_operators(starts, calls), within)
+    return [starts[number] for number in numbers]
 
 
-def _touched(trace: StepTrace) -> dict[int, _Touched]:
-    """Returns what each operator did to the storages of the log, if it did something."""
-    found: defaultdict[int, _Touched] = defaultdict(_Touched)
-    for index, event in trace.log.forward:
+def _uses_of(trace: StepTrace) -> dict[int, _StorageUses]:
+    """Returns the storages that each operator used, if there are any."""
+    uses: defaultdict[int, _StorageUses] = defaultdict(_StorageUses)
+    for index, event in trace.events.forward:
         if isinstance(event, Allocated):
-            found[index].made.add(event.storage)
+            uses[index].allocated.add(event.storage)
         elif isinstance(event, Viewed):
-            found[index].given.add(event.storage)
+            uses[index].read.add(event.storage)
         elif isinstance(event, KernelRun):
-            found[index].given |= event.reads
-            found[index].written |= event.writes
-            found[index].kept |= event.writes & event.keeps
-    return found
+            uses[index].read |= event.reads
+            uses[index].written |= event.writes
+            uses[index].unrepeatable |= event.writes & event.keeps
+    return uses
 
 
 def _functions(trace: StepTrace) -> dict[int, int]:
-    """Returns the first operator of the function that each operator is inside of.
+    """Returns for each operator inside of a function's call the first operator of the call.
 
-    No step begins inside of it. An `autograd.Function` is a node before its forward calls the first
-    operator, and saves tensors after the last one.
+    No step begins inside. An `autograd.Function` makes its autograd node before its forward calls
+    the first operator, and saves tensors after the last one.
     """
-    found, latest = dict[int, int](), -1
-    for first, event in trace.log.forward:
+    first_of, latest = dict[int, int](), -1
+    for first, event in trace.events.forward:
         if isinstance(event, Saved) and first < latest:
             inside = range(first, latest + 1)
-            found |= {index: min(found.get(index, first), first) for index in inside}
+            first_of |= {index: min(first_of.get(index, first), first) for index in inside}
         elif isinstance(event, KernelRun | Viewed):
             latest = max(latest, first)
-    # to hold what autocast casts takes half of the bytes, so that a segment may begin behind it
+    # a segment may begin behind a cast of autocast, since the result takes half of the bytes
     calls = (
         call
         for call in trace.graph.calls
@@ -160,24 +160,24 @@ def _functions(trace: StepTrace) -> dict[int, int]:
     )
     for _, group in itertools.groupby(calls, key=lambda call: call.function[0]):
         indices = [call.index for call in group]
-        found |= {index: min(found.get(index, index), indices[0]) for index in indices}
-    return found
+        first_of |= {index: min(first_of.get(index, index), indices[0]) for index in indices}
+    return first_of
 
 
 def _cuts(
-    calls: Sequence[Call], touched: dict[int, _Touched], functions: Mapping[int, int]
+    calls: Sequence[Call], uses_of: dict[int, _StorageUses], functions: Mapping[int, int]
 ) -> list[int]:
     """Returns the positions among the calls where steps begin."""
     joined = bytearray(len(calls) + 1)
-    working = {functions.get(call.index) for call in calls if not _is_light(call, touched)}
+    working = {functions.get(call.index) for call in calls if not _is_light(call, uses_of)}
     # the first of the views and empty tensors that belong to the next kernel
     leading: int | None = None
-    # the position of the latest kernel, and what it touched
+    # the position of the latest kernel, and the storages that it used
     kernel, latest = 0, set[int]()
     made_at: dict[int, int] = {}
     for position, call in enumerate(calls):
-        touches = touched[call.index]
-        # within a function, or what completes the result of a spread layer
+        uses = uses_of[call.index]
+        # inside of a function's call, or an operator that completes the result of a spread layer
         first = functions.get(call.index, call.index)
         is_inside = position > 0 and (
             first <= calls[position - 1].index or call.operator.startswith(COMPLETING)
@@ -186,8 +186,8 @@ def _cuts(
             joined[position] = leading is not None or is_inside
             leading = position if leading is None else leading
             continue
-        is_write = not touches.written.isdisjoint(latest)
-        if not _is_light(call, touched):
+        is_write = not uses.written.isdisjoint(latest)
+        if not _is_light(call, uses_of):
             joined[position] = leading is not None or is_inside
             leading = None
         elif (
@@ -196,7 +196,7 @@ def _cuts(
             or (
                 position
                 and call.within == calls[position - 1].within
-                and touches.given
+                and uses.read
                 # not the first of a function that computes
                 and first not in working
             )
@@ -206,15 +206,15 @@ def _cuts(
             leading = position
         if is_write:
             joined[kernel + 1 : position + 1] = b"\1" * (position - kernel)
-        made_at |= dict.fromkeys(touches.made, position)
-        if touches.kept:
-            # a replay needs nothing of what was there before
-            start = min(made_at.get(storage, position) for storage in touches.kept)
+        made_at |= dict.fromkeys(uses.allocated, position)
+        if uses.unrepeatable:
+            # the step contains the kernel that made the storage: a replay needs no earlier content
+            start = min(made_at.get(storage, position) for storage in uses.unrepeatable)
             joined[start + 1 : position + 1] = b"\1" * (position - start)
-        if touches.written:
+        if uses.written:
             leading = None
-        if touches.made or touches.written:
-            kernel, latest = position, touches.given | touches.made
+        if uses.allocated or uses.written:
+            kernel, latest = position, uses.read | uses.allocated
     if leading:
         joined[leading] = True
     return [position for position in range(len(calls)) if not (position and joined[position])]
@@ -223,8 +223,8 @@ def _cuts(
 class _Names:
     """Names steps after their modules; also after operators if a module spans several steps."""
 
-    def __init__(self, model: nn.Module, touched: dict[int, _Touched]) -> None:
-        self.modules, self.touched = dict(model.named_modules()), touched
+    def __init__(self, model: nn.Module, uses_of: dict[int, _StorageUses]) -> None:
+        self.modules, self.uses_of = dict(model.named_modules()), uses_of
 
     def of(self, parts: Sequence[Sequence[Call]]) -> list[str]:
         """Returns the names of steps."""
@@ -237,7 +237,7 @@ class _Names:
         ]
 
     def _names(self, call: Call) -> bool:
-        return not _is_light(call, self.touched) or bool(self.touched[call.index].written)
+        return not _is_light(call, self.uses_of) or bool(self.uses_of[call.index].written)
 
     def _name(self, call: Call, around: Container[str]) -> str:
         path = _path(call)
@@ -265,27 +265,27 @@ def _blocks(
     return blocks
 
 
-def _is_light(call: Call, touched: dict[int, _Touched]) -> bool:
+def _is_light(call: Call, uses_of: dict[int, _StorageUses]) -> bool:
     """Returns whether an operator makes nothing to keep: a view, an empty tensor, a counter.
 
-    Whether a tensor is copied for another shape depends on sizes and on the device.
+    Copies count, too: whether a tensor is copied for another shape depends on sizes and device.
     """
-    return not touched[call.index].made or call.operator.startswith(LIGHT)
+    return not uses_of[call.index].allocated or call.operator.startswith(LIGHT)
 
 
-def _shapes(calls: Sequence[Call], touched: dict[int, _Touched]) -> tuple[tuple[int, ...], ...]:
-    """Returns the shape of what the last kernel of a step returned first; the rest is its own."""
-    kernels = [call for call in calls if not _is_light(call, touched)] or calls
+def _shapes(calls: Sequence[Call], uses_of: dict[int, _StorageUses]) -> tuple[tuple[int, ...], ...]:
+    """Returns the shape of the first result of a step's last kernel; others are its own."""
+    kernels = [call for call in calls if not _is_light(call, uses_of)] or calls
     return kernels[-1].shapes[:1]
 
 
 def _parameters(graph: Graph, cuts: Sequence[int]) -> tuple[frozenset[int], ...]:
-    """Returns the parameters that steps use, those of which an operator takes a view alone, too."""
+    """Returns the parameters that steps use, also by views alone."""
     indices = [call.index for call in graph.calls]
-    places = (bisect.bisect_left(indices, cut) for cut in cuts)
+    starts = (bisect.bisect_left(indices, cut) for cut in cuts)
     return tuple(
         frozenset().union(*(call.parameters for call in graph.calls[start:end]))
-        for start, end in itertools.pairwise(places)
+        for start, end in itertools.pairwise(starts)
     )
 
 
@@ -317,9 +317,9 @@ def paths_of(model: nn.Module, patterns: Sequence[str] | None) -> tuple[str, ...
     """
     if patterns is not None:
         return _outermost(_matching(model, patterns))
-    found = block_paths(model)
-    if len(found) > 1 or any(map(_names_blocks, model.modules())):
-        return found
+    paths = block_paths(model)
+    if len(paths) > 1 or any(map(_names_blocks, model.modules())):
+        return paths
     return _outermost(_rows(model)) or tuple(_parts(model))
 
 
@@ -338,8 +338,8 @@ def block_paths(model: nn.Module) -> tuple[str, ...]:
         and _is_unit(module)
         and counts[type(module)] > 1
         and not _holds_row(module)
-        # not what names its blocks, and nothing around or inside of that
-        and not any(_contains(path, one) or _contains(one, path) for one in naming)
+        # neither a model that names its blocks, nor a module around or inside of one
+        and not any(_contains(path, other) or _contains(other, path) for other in naming)
     )
     return _outermost([*named, *repeated])
 
@@ -349,7 +349,7 @@ def _names_blocks(module: nn.Module) -> bool:
 
 
 def _named(model: Any) -> Iterator[str]:
-    """Yields the paths of the blocks that a model of zoo names, of those that it has."""
+    """Yields the paths of a zoo model's modules that match its `block_patterns`."""
     for name, _ in model.named_modules():
         if any(_matches(name, pattern) for pattern in model.block_patterns):
             yield name
@@ -360,15 +360,15 @@ def _join(path: str, name: str) -> str:
 
 
 def _contains(path: str, other: str) -> bool:
-    """Returns whether the module of another path is that of a path, or inside of it."""
+    """Returns whether the module at `other` is the module at `path`, or inside of it."""
     return not path or f"{other}.".startswith(f"{path}.")
 
 
 def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
     """Returns the paths that are not inside another."""
-    found = list(paths)
-    above = tuple(f"{path}." for path in found)
-    return tuple(path for path in found if not path.startswith(above))
+    candidates = list(paths)
+    above = tuple(f"{path}." for path in candidates)
+    return tuple(path for path in candidates if not path.startswith(above))
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -393,9 +393,9 @@ def _matches(name: str, pattern: str) -> bool:
 def _rows(model: nn.Module) -> Iterator[str]:
     """Yields the paths of the Sequentials in a row of Sequentials."""
     for path, row in model.named_modules():
-        found = [name for name, child in row.named_children() if isinstance(child, nn.Sequential)]
-        if isinstance(row, ROWS) and len(found) > 1:
-            yield from (_join(path, name) for name in found)
+        names = [name for name, child in row.named_children() if isinstance(child, nn.Sequential)]
+        if isinstance(row, ROWS) and len(names) > 1:
+            yield from (_join(path, name) for name in names)
 
 
 def _parts(model: nn.Module) -> Iterator[str]:

@@ -12,41 +12,41 @@ from zoo.engine.kernel_segments import PlannedBranch
 from zoo.invocation import InputSpec, Invocation
 from zoo.tracing.isolated_trace import StepTrace
 
-# a plan serves arguments up to so many times as large as those that it was made for
+# a plan serves arguments at most so many times as large as those that it was made for
 SHARED = 2.0
 
 
 @dataclass
 class InputKind:
-    """What is known of the forwards on inputs of one kind.
+    """The plans for inputs of one kind, and what the last forward on them did.
 
     Attributes:
-        spec: that of the inputs that were planned for last.
+        spec: the spec of the inputs that were planned for last.
         branches: the branch to begin with last; for a budget those of plans for larger inputs, too.
-        strayed: whether the last forward went by none of them; `stray` is its trace, if it could be
-            traced ahead.
+        took_no_branch: whether the last forward went by none of them; `last_forward` is its trace,
+            if it could be traced ahead.
         can_be_planned: whether no planning failed.
         plannings: how often inputs of this kind were planned for.
     """
 
     spec: InputSpec
     branches: list[PlannedBranch] = field(default_factory=list)
-    strayed: bool = False
-    stray: tuple[Invocation, StepTrace] | None = None
+    took_no_branch: bool = False
+    last_forward: tuple[Invocation, StepTrace] | None = None
     can_be_planned: bool = True
     plannings: int = 0
 
     @property
     def lacks_branch(self) -> bool:
         """Whether no branch is known that the next forward will probably take."""
-        return not self.branches or self.strayed
+        return not self.branches or self.took_no_branch
 
 
 class PlanCache:
     """The most recently used kinds of inputs. Threads may use it at once.
 
     Attributes:
-        most_kinds: those that are kept; the least recently used is dropped first.
+        most_kinds: the number of kinds; the least recently used is dropped first.
         most_plannings: how often arguments that differ in sizes alone are planned for. Forwards may
             branch, and for sizes that are new each time planning does not pay.
     """
@@ -62,7 +62,7 @@ class PlanCache:
         """Returns the kind of inputs like these; a new one has the branches that have room."""
         kind = self.kinds.pop(spec, None)
         if kind is None:
-            # those of the smallest that these are within, else of the smallest that have room
+            # the smallest kind that contains these inputs first, else the smallest that has room
             alike = sorted(
                 (kind for kind in self._alike(spec) if kind.branches),
                 key=lambda kind: (spec.growth_over(kind.spec) > 1, kind.spec.elements),
@@ -70,7 +70,7 @@ class PlanCache:
             kind = InputKind(spec)
             for other in alike:
                 growth = spec.growth_over(other.spec)
-                roomy = [one for one in other.branches if growth <= min(one.room, SHARED)]
+                roomy = [branch for branch in other.branches if growth <= min(branch.room, SHARED)]
                 if roomy:
                     kind = InputKind(other.spec, roomy)
                     break

@@ -9,12 +9,12 @@ kernels (`engine.kernel_segments`), by a plan for the operators that were traced
     other operators, or more       by another known plan that fits, else block by block; traced for
       bytes than a budget allows     the next such forward, unless that did not pay 8 times
     parameters without a size      block by block; the next forward counts as the first
-    no plan is found               an error in the first step; later block by block, with a warning
-    none keeps to the budget       an error in the first step; later the plan of the least peak
+    the planning fails             an error in the first step; later block by block, with a warning
+    no plan keeps to the budget    an error in the first step; later the plan of the least peak
 
 For a budget or a user's own plan, and for zoo's own models, the first forward is traced ahead
 instead. A deep copy or a pickle keeps the option and plans anew; shallow copies, such as those of
-`nn.DataParallel`, go by the plans of the original. In what `torch.compile` makes of a model, each
+`nn.DataParallel`, go by the plans of the original. If `torch.compile` compiles the model, each
 block is recomputed.
 """
 
@@ -61,10 +61,10 @@ from zoo.invocation import InputSpec, Invocation, needs_gradients
 from zoo.models.model import Model
 from zoo.planner.plan import RoomyPlan
 from zoo.planner.schemes import SegmentsError
-from zoo.policy.budget import BudgetPlanner
+from zoo.policy.budget import StepPlanner
 from zoo.policy.options import Option
-from zoo.profiling.log_profile import Outline
 from zoo.profiling.progress import shown
+from zoo.profiling.step_profile import Outline
 from zoo.profiling.tensor_spec import tensors_held_by
 from zoo.tracing.forward_patch import Patch
 from zoo.tracing.isolated_trace import RealStep, StepTrace, TraceError, step_trace_of
@@ -73,9 +73,9 @@ from zoo.tracing.plan_cache import InputKind, PlanCache
 from zoo.tracing.tracer import is_compiled
 from zoo.units import format_bytes
 
-# the fewest bytes of an output for which a warning says that it is held
+# the fewest bytes of an output of which a warning says that a variable holds it
 LEAST_HELD = 1 << 20
-# held while a plan is made ahead, which copies of a model in several threads may ask for at once
+# serializes planning ahead, which copies of a model in several threads may ask for at once
 _PLANNING = threading.RLock()
 _log = logging.getLogger("zoo")
 
@@ -89,7 +89,7 @@ class BlockMark(Patch):
 
     @property
     def only_marks(self) -> bool:
-        """Whether the module does what its class does."""
+        """Whether the module had no other forward than its class."""
         return self.before is None
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -97,7 +97,7 @@ class BlockMark(Patch):
         if is_exporting():
             return self.__wrapped__(*args, **kwargs)
         if torch.compiler.is_compiling():
-            # a block that is compiled alone is kept as it is
+            # a block that is compiled alone is not recomputed
             if self.notices.is_compiled:
                 return recompute(self.__wrapped__, *args, **kwargs)
             return self.__wrapped__(*args, **kwargs)
@@ -116,8 +116,8 @@ class BlockMark(Patch):
         before = sequence_number()
         outputs = self.__wrapped__(*args, **kwargs)
         is_trained = sequence_number() != before and conducts()
-        # frames are walked until it is said, not at each later call
-        if is_trained and "outside" not in self.notices.said and not self._is_in_forward():
+        # frames are walked until the warning is logged, not at each later call
+        if is_trained and "outside" not in self.notices.logged and not self._is_in_forward():
             self.notices.warn(
                 "outside",
                 "%s runs its block %s in another method than its forward, where no plan is in "
@@ -142,21 +142,21 @@ class Notices:
     """Warnings about a model, `name`; each is logged once."""
 
     name: str
-    said: set[str] = field(default_factory=set)
+    logged: set[str] = field(default_factory=set)
     # whether the forward of the model is being compiled
     is_compiled: bool = False
 
     def warn(self, what: str, text: str, *values: object) -> None:
         """Logs a warning, whose first value is the model's name."""
-        if what not in self.said:
-            self.said.add(what)
+        if what not in self.logged:
+            self.logged.add(what)
             _log.warning(text, self.name, *values)
 
 
 class TracedForward(NamedTuple):
     """A traced forward: its arguments, their spec, the trace and the operators without the loss."""
 
-    given: Invocation
+    invocation: Invocation
     spec: InputSpec
     trace: StepTrace
     operators: Sequence[Operator]
@@ -171,8 +171,8 @@ class PatchedForward(Patch):
     Attributes:
         option: what the user chose, from which plans are made.
         patterns: the modules that the user named as blocks.
-        latest: the branch that the last forward ran by, or that it planned for the next; None
-            before the first.
+        latest: the branch that the last forward ran by, or that was planned after it; None before
+            the first.
         traced: the forward that was planned for last, if `keeps_trace`: other options can be
             planned for it.
     """
@@ -252,27 +252,27 @@ class PatchedForward(Patch):
         )
         return self._run(Invocation(args, kwargs), self.__wrapped__, is_copy=False)
 
-    def _run(self, given: Invocation, forward: Callable[..., PyTree], is_copy: bool) -> PyTree:
+    def _run(self, invocation: Invocation, forward: Callable[..., PyTree], is_copy: bool) -> PyTree:
         """Runs the original forward, of the module or of a copy that shares this."""
         if not conducts() or self.module() is None:
             if (reason := reason_for_plain()) is not None:
                 self.notices.warn("plain", "%s runs without its plan: %s", reason)
-            return given.on(forward)
-        if not self._is_trained(given):
+            return invocation.on(forward)
+        if not self._is_trained(invocation):
             before = sequence_number()
-            outputs = given.on(forward)
+            outputs = invocation.on(forward)
             self.has_hidden_gradients = sequence_number() != before
             return outputs
-        outputs = self._run_planned(given, forward, is_copy)
+        outputs = self._run_planned(invocation, forward, is_copy)
         self.has_run = True
         if not self.option.step.holds_outputs:
             self._watch(outputs)
         return outputs
 
     def _watch(self, outputs: PyTree) -> None:
-        """Makes the backward warn of outputs that the program holds, which the plan counts freed.
+        """Makes the backward warn of outputs that variables hold, which the plan counts as freed.
 
-        When the node that made an output runs, all that the loss saved of it is gone.
+        When the autograd node of an output runs, the loss has released its saved tensors of it.
         """
         for output in tensors_held_by(outputs):
             if output.grad_fn is not None and output.nbytes >= LEAST_HELD:
@@ -291,22 +291,22 @@ class PatchedForward(Patch):
             )
 
     def _run_planned(
-        self, given: Invocation, forward: Callable[..., PyTree], is_copy: bool
+        self, invocation: Invocation, forward: Callable[..., PyTree], is_copy: bool
     ) -> PyTree:
-        spec = self._spec(given)
+        spec = self._spec(invocation)
         kind = self.cache.kind_of(spec)
         if kind.lacks_branch:
             module = self.module()
             if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
                 # block by block: this forward gives lazy parameters their sizes
-                return Conductor([]).run(lambda: given.on(forward))
+                return Conductor([]).run(lambda: invocation.on(forward))
         if self._is_to_be_planned(kind, spec):
-            if kind.stray is not None:
-                self._plan_stray(spec, kind)
+            if kind.last_forward is not None:
+                self._plan_last_forward(spec, kind)
             elif not kind.branches and self._is_planned_ahead():
-                self._plan_first(given, kind, forward)
+                self._plan_first(invocation, kind, forward)
         if self._is_to_be_planned(kind, spec) and not is_copy:
-            return self._trace(given, spec, kind)
+            return self._trace(invocation, spec, kind)
         if is_copy and not kind.branches:
             self.notices.warn(
                 "copy",
@@ -314,8 +314,8 @@ class PatchedForward(Patch):
                 "a plan: run a training step of the model itself before, or take a memory budget",
             )
         conductor = Conductor(kind.branches[::-1])
-        outputs = conductor.run(lambda: given.on(forward))
-        kind.strayed = conductor.lost or conductor.outgrown
+        outputs = conductor.run(lambda: invocation.on(forward))
+        kind.took_no_branch = conductor.lost or conductor.outgrown
         if conductor.outgrown:
             self.notices.warn(
                 "outgrown",
@@ -327,22 +327,22 @@ class PatchedForward(Patch):
             # the next forward begins with the fastest that would have served this one
             first = fastest_branch(kind.branches[::-1], used.operators, conductor.sizes) or used
             # not in place: during a sort other threads would find the list empty
-            kind.branches = sorted(kind.branches, key=lambda one: one is first)
+            kind.branches = sorted(kind.branches, key=lambda branch: branch is first)
         self.latest = conductor.branch
         if self.option.is_bounded and self._is_to_be_planned(kind, spec):
             # else the next forward is traced, whatever it does
             with contextlib.suppress(ArgumentError):
-                trace = self._trace_ahead(given)
+                trace = self._trace_ahead(invocation)
                 # another forward of this kind may never come, so that no data is held for it
-                kind.stray = given.without_data(), trace
+                kind.last_forward = invocation.without_data(), trace
         return outputs
 
-    def _plan_stray(self, spec: InputSpec, kind: InputKind) -> None:
-        """Plans for a forward that went by no known plan."""
-        assert kind.stray is not None, "there is one"
-        (given, trace), kind.stray = kind.stray, None
+    def _plan_last_forward(self, spec: InputSpec, kind: InputKind) -> None:
+        """Plans for the last forward, which went by no known plan."""
+        assert kind.last_forward is not None, "there is one"
+        (invocation, trace), kind.last_forward = kind.last_forward, None
         try:
-            self._plan_traced(given, spec, trace)
+            self._plan_traced(invocation, spec, trace)
         except (ArgumentError, BudgetError, PlanError) as error:
             self._go_by_blocks(kind, error)
 
@@ -353,28 +353,29 @@ class PatchedForward(Patch):
         waits = self.has_run and self.option.is_bounded and is_profiling()
         return is_new and not waits and self.cache.plannings(spec) < self.cache.most_plannings
 
-    def _is_trained(self, given: Invocation) -> bool:
-        return self.has_hidden_gradients or without_modes(needs_gradients, self.module(), given)
+    def _is_trained(self, invocation: Invocation) -> bool:
+        own = self.module()
+        return self.has_hidden_gradients or without_modes(needs_gradients, own, invocation)
 
-    def _spec(self, given: Invocation) -> InputSpec:
+    def _spec(self, invocation: Invocation) -> InputSpec:
         """Returns the properties that a plan depends on."""
-        return without_modes(InputSpec.of, given, self.module())
+        return without_modes(InputSpec.of, invocation, self.module())
 
     @shown("zoo.checkpoint")
-    def plan_ahead(self, given: Invocation) -> None:
+    def plan_ahead(self, invocation: Invocation) -> None:
         """Makes a plan for arguments like these now."""
         check_switches(self.module())
-        self._plan_traced(given, self._spec(given), self._trace_ahead(given))
+        self._plan_traced(invocation, self._spec(invocation), self._trace_ahead(invocation))
 
-    def _trace_ahead(self, given: Invocation) -> StepTrace:
-        return without_modes(step_trace_of, self.module(), given, self.option.step.loss)
+    def _trace_ahead(self, invocation: Invocation) -> StepTrace:
+        return without_modes(step_trace_of, self.module(), invocation, self.option.step.loss)
 
-    def _plan_traced(self, given: Invocation, spec: InputSpec, trace: StepTrace) -> None:
+    def _plan_traced(self, invocation: Invocation, spec: InputSpec, trace: StepTrace) -> None:
         operators = [*map(resolved, trace.graph.operators[: trace.graph.model_operators])]
-        self.plan_for(TracedForward(given, spec, trace, operators))
+        self.plan_for(TracedForward(invocation, spec, trace, operators))
 
     def _plan_first(
-        self, given: Invocation, kind: InputKind, forward: Callable[..., PyTree]
+        self, invocation: Invocation, kind: InputKind, forward: Callable[..., PyTree]
     ) -> None:
         """Makes a plan for the first forward; one that raises an error raises it as unplanned.
 
@@ -383,7 +384,7 @@ class PatchedForward(Patch):
         try:
             with _PLANNING:
                 # another thread may have made it meanwhile
-                return None if kind.branches else self.plan_ahead(given)
+                return None if kind.branches else self.plan_ahead(invocation)
         except (ArgumentError, BudgetError, PlanError) as error:
             refused = error
         if isinstance(refused, TraceError) and not self.option.binds_first_step:
@@ -393,7 +394,7 @@ class PatchedForward(Patch):
             self._go_by_blocks(kind, refused)
             return
         if isinstance(refused, TraceError) and refused.raised:
-            Conductor([]).run(lambda: given.on(forward))
+            Conductor([]).run(lambda: invocation.on(forward))
             name = type(self.module()).__name__
             refused = TraceError(
                 f"the forward of {name} runs, and its trace ahead of the first training step does "
@@ -415,8 +416,8 @@ class PatchedForward(Patch):
     def _is_planned_ahead(self) -> bool:
         """Returns whether the first forward is traced ahead, so that it runs by a plan, too.
 
-        So is that of a model of zoo, since it does nothing else, and where a number of segments may
-        be refused.
+        So is that of a model of zoo, which has no side effects, and one for which a number of
+        segments may be refused.
         """
         if active_fake_mode() is not None:
             # a step on fake tensors takes no memory
@@ -428,17 +429,17 @@ class PatchedForward(Patch):
         is_first = self.option.binds_first_step or self.option.is_count
         return is_first or isinstance(self.module(), Model)
 
-    def _trace(self, given: Invocation, spec: InputSpec, kind: InputKind) -> PyTree:
+    def _trace(self, invocation: Invocation, spec: InputSpec, kind: InputKind) -> PyTree:
         """Runs the forward block by block, traces it and plans for the next; warns on failure."""
         check_switches(self.module())
-        step = without_modes(RealStep, self.module(), given)
-        conductor = without_modes(Conductor, [], step.logger.hooks())
+        step = without_modes(RealStep, self.module(), invocation)
+        conductor = without_modes(Conductor, [], step.event_recorder.hooks())
         with step:
-            outputs = conductor.run(lambda: given.on(self.__wrapped__))
+            outputs = conductor.run(lambda: invocation.on(self.__wrapped__))
         try:
             trace = without_modes(step.trace, outputs)
             trace.graph.visits = conductor.visits
-            self.plan_for(TracedForward(given, spec, trace, conductor.operators))
+            self.plan_for(TracedForward(invocation, spec, trace, conductor.operators))
             if self.option.step.loss is not None:
                 self.notices.warn(
                     "loss",
@@ -454,15 +455,15 @@ class PatchedForward(Patch):
 
     def plan_for(self, traced: TracedForward) -> None:
         """Plans for a traced forward, unless there is a plan that serves it."""
-        given, spec, trace, operators = traced
+        invocation, spec, trace, operators = traced
         self.traced = traced if self.keeps_trace else None
         kind, count = self.cache.kind_of(spec), self.cache.plannings(spec)
         sizes = [0] * len(operators)
         for call in trace.graph.calls:
-            # those of a loss are not run by the forward
+            # the operators of a loss come after the forward's
             if call.index < len(sizes):
                 sizes[call.index] = call.bytes
-        kind.strayed, kind.plannings = False, kind.plannings + 1
+        kind.took_no_branch, kind.plannings = False, kind.plannings + 1
         if count + 1 == self.cache.most_plannings:
             self.notices.warn(
                 "plannings",
@@ -471,12 +472,12 @@ class PatchedForward(Patch):
                 self.cache.most_plannings,
             )
         if fastest_branch(kind.branches, operators, dict(enumerate(sizes))) is not None:
-            # it was another forward that strayed
+            # another forward took no branch
             return
         if count:
             again = "%s: another path or larger inputs, planned again (%d of %d)"
             _log.info(again, self.notices.name, count + 1, self.cache.most_plannings)
-        outline, plans = without_modes(self._plans_for, given, trace)
+        outline, plans = without_modes(self._plans_for, invocation, trace)
         branches = [
             PlannedBranch(
                 operators, outline.cuts[: len(outline)], plan, trace.graph.visits, sizes, room
@@ -488,11 +489,11 @@ class PatchedForward(Patch):
 
     @torch.enable_grad()
     def _plans_for(
-        self, given: Invocation, trace: StepTrace
+        self, invocation: Invocation, trace: StepTrace
     ) -> tuple[Outline, Sequence[RoomyPlan]]:
         module = self.module()
         outline = partition(module, trace, paths_of(module, self.patterns))
-        step = BudgetPlanner(module, outline, given.tensors)
+        step = StepPlanner(module, outline, invocation.tensors)
         return outline, self.option.plans_for(step, has_run=self.has_run)
 
 

@@ -1,9 +1,9 @@
-"""Traces a forward: a dispatch mode that notes its operators while they run, and who called them.
+"""Traces a forward: a dispatch mode that notes its operators and the modules that call them.
 
 It sees each operator, on real or on fake tensors, below autograd and autocast, and changes nothing.
-Python's stack shows which modules are running, so that nothing is attached to the model. What the
-operators allocate, save and compute is the business of the log (`profiling.step_logger`), which
-counts them by this:
+Python's stack shows which modules are running, so that nothing is attached to the model. Storages,
+saved tensors and costs of the operators are events (`profiling.event_recorder`), which have the
+indices of this graph:
 
     index   operator            within
     0       aten.view.default   ("", "fc")
@@ -58,8 +58,8 @@ class Call:
         index: how many operators were dispatched before it.
         within: paths of the modules whose forward was running, outermost first.
         line: "file:line" of the model's code that called it; "" if there is none.
-        shapes: of the tensors that it returned; `bytes` of all of them.
-        parameters: numbers of those of the model's parameters that it was given.
+        shapes: the shapes of the tensors that it returned; `bytes` are those of all of them.
+        parameters: numbers of the model's parameters among its arguments.
         function: the number and the name of the call of a torch function that dispatched it; 0 and
             "" if there is none.
     """
@@ -84,8 +84,8 @@ class Graph:
     """The operators of one forward, in order.
 
     Attributes:
-        calls: those that may matter to a plan.
-        operators: the names of all that were dispatched, also of metadata queries. Without
+        calls: the operators that may matter to a plan.
+        operators: the names of all operators dispatched, also of metadata queries. Without
             `saved_tensors_hooks` autograd dispatches a `detach` for each result that it saves.
         visits: for each call of a block the operators dispatched before it, if blocks were marked.
         model_operators: how many of the operators are the model's; the rest are the loss's.
@@ -117,17 +117,17 @@ class Tracer(KernelMode):
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.thread = threading.get_ident()
         self.fault: Exception | None = None
-        self.fault_line = ""  # of the model's code
+        self.fault_line = ""  # the line of the model's code
         self._graph = Graph()
         self._parameters = {id(owned): n for n, owned in enumerate(model.parameters())}
-        # the names of the operators that made a view out of what has its storage, latest first
-        self._made_by: MutableMapping[Tensor, tuple[str, ...]] = WeakIdKeyDictionary()
-        # views that autograd is about to regenerate, the next one last, and in which instruction
+        # for a view, the names of the operators that made it from its base, the latest first
+        self._view_operators: MutableMapping[Tensor, tuple[str, ...]] = WeakIdKeyDictionary()
+        # views that autograd is about to regenerate, the next one last, and at which instruction
         self._views: list[str] = []
         self._views_at: list[tuple[int, int]] = []
-        # what the latest calls returned
+        # the results of the calls
         self._results: list[list[weakref.ref[Tensor]]] = []
-        # the latest call of a torch function: its number and name, where it was called, its kernels
+        # the latest call of a torch function: its number and name, modules and instruction, kernels
         self._function = (0, "")
         self._called_at: tuple[tuple[str, ...], Instruction] | None = None
         self._kernels: list[Operator] = []
@@ -178,7 +178,7 @@ class Tracer(KernelMode):
         return marked
 
     def note_end_of_model(self) -> None:
-        """Notes that the model has returned; later calls are the loss's, which is in no module."""
+        """Notes that the model has returned; later calls are those of the loss, in no module."""
         self._graph.model_operators = len(self._graph.operators)
         self.paths = {}
 
@@ -230,17 +230,17 @@ class Tracer(KernelMode):
     def _forget_regenerated(self, tensor: Tensor, line: str) -> None:
         """Forgets the calls by which autograd has just regenerated a fake view.
 
-        It does so before a kernel reads a view if what the view lies in was written by way of
-        another one. Nobody holds the results.
+        It does so before a kernel reads a view whose base was written through another view. The
+        program does not hold these results.
         """
-        views, graph = self._made_by.get(tensor, ()), self._graph
+        views, graph = self._view_operators.get(tensor, ()), self._graph
         calls, start = graph.calls[-len(views) :], len(graph.operators) - 1 - len(views)
         if (
             views
             and [(call.operator, call.index, call.line) for call in calls]
             == [(name, start + number, line) for number, name in enumerate(reversed(views))]
             and not any(
-                made() is not None for results in self._results[-len(views) :] for made in results
+                result() is not None for call in self._results[-len(views) :] for result in call
             )
         ):
             del graph.calls[-len(views) :], graph.operators[start:-1], self._results[-len(views) :]
@@ -251,7 +251,7 @@ class Tracer(KernelMode):
         if not effects.opaque and _is_question(func):
             return False
         if func in SETS_STORAGE:
-            self._made_by.pop(args[0], None)
+            self._view_operators.pop(args[0], None)
             return False
         within, line, instruction = modules_around(frame, self.paths)
         for tensor in reversed(tensors_in((args, kwargs))):
@@ -268,10 +268,10 @@ class Tracer(KernelMode):
     def _function_of(
         self, func: Operator, within: tuple[str, ...], instruction: Instruction | None
     ) -> tuple[int, str]:
-        """Returns the number and the name of the call of a torch function that an operator is of.
+        """Returns the number and the name of the torch function's call that dispatched an operator.
 
-        All that one instruction of the caller dispatches in a row is one call. A loop, in C as that
-        of `sum` or around a function that calls one of torch, begins its first kernel again.
+        All operators that one instruction of the caller dispatches in a row are one call. A loop,
+        as that of `sum` in C or around a function that calls one of torch, repeats a kernel.
         """
         name = None if instruction is None else instruction.name()
         if instruction is None or name is None:
@@ -294,22 +294,23 @@ class Tracer(KernelMode):
         effects = effects_of(func)
         written = [args[0]] if effects.reshapes else written_by(effects, args, kwargs)
         if written and args and isinstance(args[0], FakeTensor):
-            # it is written in place, and autograd regenerates it
+            # the argument is written in place, and autograd regenerates it
             self._views_at = _instruction(frame)
-            self._views += self._made_by.get(args[0], ())
-        given = tensors_in((args, kwargs))
-        storages = {id(storage_of(tensor)) for tensor in given}
+            self._views += self._view_operators.get(args[0], ())
+        arguments = tensors_in((args, kwargs))
+        storages = {id(storage_of(tensor)) for tensor in arguments}
         results = tensors_in(result)
         call = self._graph.calls[-1]
         call.shapes = tuple(tuple(tensor.shape) for tensor in results)
         call.bytes = bytes_returned(result)
         for tensor in results:
-            if any(tensor is one for one in given):
+            if any(tensor is argument for argument in arguments):
                 continue
             self._results[-1].append(weakref.ref(tensor))
-            is_view = bool(given) and id(storage_of(tensor)) in storages
-            before = self._made_by.get(given[0], ()) if is_view else ()
-            self._made_by[tensor] = (name_of(func), *before) if is_view and not written else before
+            is_view = bool(arguments) and id(storage_of(tensor)) in storages
+            before = self._view_operators.get(arguments[0], ()) if is_view else ()
+            own = (name_of(func),) if is_view and not written else ()
+            self._view_operators[tensor] = (*own, *before)
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -328,14 +329,14 @@ def plain(tensor: Tensor) -> Tensor:
 def _instruction(frame: FrameType | None) -> list[tuple[int, int]]:
     """Identifies the current instructions of a frame and of those that called it.
 
-    A function mode of the program calls all operators at one instruction, and its frame may lie
-    where the last one did.
+    A function mode of the program calls all operators at one instruction, and its frame may have
+    the address of the last one.
     """
-    found = []
+    stack = []
     while frame is not None:
-        found.append((id(frame), frame.f_lasti))
+        stack.append((id(frame), frame.f_lasti))
         frame = frame.f_back
-    return found
+    return stack
 
 
 @functools.cache

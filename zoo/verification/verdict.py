@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from zoo.errors import VerifyError
 from zoo.planner.plan import Plan
-from zoo.units import counted
+from zoo.units import plural
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ class Report:
             subject += " as a CUDA graph"
         if self.first is not None:
             return f"not exact: {subject} differs from its baseline, first in {self.first}"
-        compared = ", ".join(counted(count, kind) for kind, count in self.compared.items())
+        compared = ", ".join(plural(count, kind) for kind, count in self.compared.items())
         same = (
-            f"is bit for bit its baseline after each of {counted(self.steps, 'training step')}"
+            f"is bit for bit its baseline after each of {plural(self.steps, 'training step')}"
             f"{f', the last {self.replays} of them replays' * (self.replays > 0)}: {compared}."
         )
         if recomputed := self._recomputed():

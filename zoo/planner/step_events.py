@@ -1,25 +1,25 @@
-"""The log of a training step, as data: what its kernels allocate, free, save and compute, in order.
+"""The events of a training step, as data: what its kernels allocate, free, save and compute.
 
-    forward     linear   allocate 3, kernel       relu   allocate 4, kernel, save 4, let go of 3
+    forward     linear   allocate 3, kernel       relu   allocate 4, kernel, save 4, drop 3
     backward    relu     allocate 9, kernel, release 4, free 8
                 linear   allocate 10, kernel, gradient 10, free 9
 
 Storages are numbers, and so are the operators of the forward, in the order in which they were
 dispatched. Each event belongs to an operator; what an autograd node saves, and does in the
-backward, to the operator that made the node. So a log can be cut between any two operators, and
-nothing has to run again for the costs of what is between two cuts (`log_costs`).
+backward, to the operator that made the node. So a step of a plan may begin at any operator, and
+its costs are read from the events between two of these cuts (`event_costs`); nothing runs alone.
 """
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-# the operator of what happens before the first autograd node runs
+# the operator of the events between the forward and the first autograd node
 AT_END = 1 << 62
 
 
 class Allocated(NamedTuple):
-    """A storage was made."""
+    """A storage was allocated."""
 
     storage: int
 
@@ -30,14 +30,14 @@ class Freed(NamedTuple):
     storage: int
 
 
-class LetGo(NamedTuple):
-    """The program holds no tensor in a storage any more; autograd may have saved one."""
+class Dropped(NamedTuple):
+    """The program freed its last tensor in a storage; autograd may have saved one."""
 
     storage: int
 
 
 class Viewed(NamedTuple):
-    """An operator that starts no kernel was given a storage: it returned a view of it, say."""
+    """An operator without a kernel, such as one that returns a view, took a storage."""
 
     storage: int
 
@@ -50,7 +50,7 @@ class Saved(NamedTuple):
 
 
 class Released(NamedTuple):
-    """An autograd node let go of a tensor that it had saved.
+    """An autograd node released a tensor that it had saved.
 
     The storage `lives_on` if the gradient that the node returned lies in it.
     """
@@ -77,9 +77,10 @@ class KernelRun:
         moved: bytes of its arguments and results.
         itemsize: bytes of an element of its first floating-point result; 4 if there is none.
         reads, writes: storages of its arguments.
-        copies: of these, those that a segment copies unless it makes them: small, no gradient.
+        copies: those of `reads` and `writes` that a segment copies unless it makes them: small
+            ones without a gradient.
         keeps: storages that it makes or writes and that no recomputation makes again.
-        state: bytes of its arguments that a recomputation copies before, as of a dropout.
+        state: bytes of arguments, such as a dropout's state, that a recomputation copies first.
         draws: whether it draws random numbers.
     """
 
@@ -95,19 +96,19 @@ class KernelRun:
     draws: bool = False
 
 
-Event = Allocated | Freed | LetGo | Viewed | Saved | Released | Gradient | KernelRun
+Event = Allocated | Freed | Dropped | Viewed | Saved | Released | Gradient | KernelRun
 
 
 class NodeRun(NamedTuple):
-    """What happened while an autograd node ran; `operator` made the node."""
+    """The events of an autograd node, which `operator` made."""
 
     operator: int
     events: list[Event]
 
 
 @dataclass
-class StepLog:
-    """The log of a training step. Storages of parameters and buffers have no number.
+class StepEvents:
+    """The events of a training step. Storages of parameters and buffers have no number.
 
     Attributes:
         sizes: bytes of each storage.
@@ -115,11 +116,11 @@ class StepLog:
         forward: events of the model and its loss, each with its operator.
         backward: the autograd nodes in the order in which they ran.
         outputs: storages of what the model returned.
-        ends: the storage of the loss; nothing where the backward begins at the outputs.
+        ends: the storage of the loss; empty if the backward begins at the outputs.
         casts: storages of casts of weights, which autocast holds until the forward is over.
         trained: bytes of each parameter that is trained.
         constants: bytes of each tensor that the functions of the step hold, such as targets.
-        has_lifetimes: whether it tells when the program let go of a storage.
+        has_lifetimes: whether `forward` has `Dropped` events.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -133,10 +134,10 @@ class StepLog:
     constants: list[int] = field(default_factory=list)
     has_lifetimes: bool = True
 
-    def before(self, operator: int) -> "StepLog":
-        """Returns the log of what comes before an operator: of a model without its loss.
+    def before(self, operator: int) -> "StepEvents":
+        """Returns the events before an operator: those of a model without its loss.
 
-        What is behind comes before the backward's first node, and leaves its gradients.
+        The backward of the loss comes before that of the model, and leaves its gradients.
         """
         behind = [run for run in self.backward if run.operator >= operator]
         events = [event for run in behind for event in run.events]
@@ -147,8 +148,8 @@ class StepLog:
             ends=frozenset(),
         )
 
-    def counted(self, rounding: Callable[[int], int]) -> "StepLog":
-        """Returns the log with bytes as an allocator counts them."""
+    def rounded(self, rounding: Callable[[int], int]) -> "StepEvents":
+        """Returns the events with bytes as an allocator counts them."""
 
         def count(event: Event) -> Event:
             if isinstance(event, KernelRun) and event.state:

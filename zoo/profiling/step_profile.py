@@ -1,4 +1,4 @@
-"""The costs of a traced model's steps: those of its log, with measured or estimated kernels."""
+"""The costs of a traced model's steps, from its events and measured or estimated kernels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,9 +8,10 @@ from torch import nn
 
 from zoo.invocation import kernel_device
 from zoo.planner.costs import StepCosts
-from zoo.planner.log_costs import Rates, costs_of
-from zoo.planner.step_log import KernelRun, StepLog
+from zoo.planner.event_costs import Rates, costs_of
+from zoo.planner.step_events import KernelRun, StepEvents
 from zoo.profiling.caching_allocator import Rounding, as_requested
+from zoo.profiling.event_recorder import UpdateBytes
 from zoo.profiling.kernel_costs import (
     Device,
     KernelCosts,
@@ -18,7 +19,6 @@ from zoo.profiling.kernel_costs import (
     held_by_libraries,
     measure_kernels,
 )
-from zoo.profiling.step_logger import UpdateBytes
 from zoo.profiling.tensor_spec import KernelSpec
 
 # a floating-point type by the bytes of an element
@@ -27,25 +27,24 @@ TYPES = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16, 1: torch.float8_
 
 @dataclass(frozen=True)
 class Outline:
-    """The steps that a training step's log is cut into.
+    """The steps of a plan that a training step is cut into.
 
     Attributes:
-        names: of the steps, in order.
+        names: the names of the steps, in order.
         blocks: for each step the number of the block that it belongs to.
-        whole: the steps that are each worth a segment: those of several kernels that nothing takes
-            apart.
-        log: of forward and backward.
-        specs: the different kernel calls by their numbers in the log.
+        whole: the steps that are each worth a segment: several kernels without a cut between.
+        events: those of forward and backward.
+        specs: the different kernel calls by their numbers in the events.
         cuts: the first operator of each step, and that of the loss if there is one.
-        lines: "file:line" of the code that each step begins with; "" where it is unknown.
-        shapes: those of the tensors that the last kernel of each step returned.
+        lines: "file:line" of the code that each step begins with; "" if unknown.
+        shapes: the shapes of the tensors that the last kernel of each step returned.
         parameters: numbers of the model's parameters that each step uses.
     """
 
     names: tuple[str, ...]
     blocks: tuple[int, ...]
     whole: frozenset[int]
-    log: StepLog
+    events: StepEvents
     specs: Sequence[KernelSpec | None]
     cuts: tuple[int, ...]
     lines: tuple[str, ...]
@@ -59,11 +58,11 @@ class Outline:
         """Returns the steps of the model alone."""
         if len(self.cuts) == len(self):
             return self
-        return replace(self, log=self.log.before(self.cuts[-1]), cuts=self.cuts[:-1])
+        return replace(self, events=self.events.before(self.cuts[-1]), cuts=self.cuts[:-1])
 
 
 class Profile:
-    """The profile of the steps of a log; storages are counted by `rounding`.
+    """The costs of an outline's steps on a device; `rounding` gives the bytes of a storage.
 
     Attributes:
         specs: the different kernel calls.
@@ -76,16 +75,16 @@ class Profile:
     def __init__(
         self, model: nn.Module, outline: Outline, rounding: Rounding = as_requested
     ) -> None:
-        self.outline, self.log = outline, outline.log
+        self.outline, self.events = outline, outline.events
         if rounding is not as_requested:
-            self.log = self.log.counted(rounding)
+            self.events = self.events.rounded(rounding)
         self.device, self.specs = kernel_device(model), outline.specs
-        self.gradient_bytes, self.constants = sum(self.log.trained), sum(self.log.constants)
-        self.returned = self.log.outputs | self.log.ends
-        self.is_trained = len(self.log.backward) > 1
+        self.gradient_bytes, self.constants = sum(self.events.trained), sum(self.events.constants)
+        self.returned = self.events.outputs | self.events.ends
+        self.is_trained = len(self.events.backward) > 1
 
     def kernels(self, *, timed: bool = True) -> list[KernelCosts | None]:
-        """Runs each different kernel for real, alone, on the model's device, unless it is known."""
+        """Measures each different kernel on the model's device, unless it was measured before."""
         return measure_kernels(self.specs, self.device, timed=timed)
 
     def costs(
@@ -99,26 +98,26 @@ class Profile:
         """Returns the costs of all steps.
 
         Args:
-            device: whose peak rates give the seconds of kernels that are not measured; None is one
-                like the model's.
-            kernels: what each different kernel took, from `kernels`.
-            updates: bytes that the optimizer takes for a parameter where it steps in the backward,
-                by the parameter's form; None where it does not.
+            device: its peak rates give the seconds of kernels that are not measured; None is a
+                device like the model's.
+            kernels: the costs of each different kernel, from `kernels`.
+            updates: bytes that an optimizer in the backward takes for a parameter, by the
+                parameter's form; None for an optimizer after it.
             accumulates: whether gradients are added to those of earlier backwards.
         """
         like = device or device_like(self.device)
 
         def seconds(kernel: KernelRun) -> float:
-            if kernels and (known := kernels[kernel.number]) is not None:
-                return known.seconds
+            if kernels and (cost := kernels[kernel.number]) is not None:
+                return cost.seconds
             return like.seconds(kernel.flops, kernel.moved, TYPES[kernel.itemsize])
 
         blocks, cuts = self.outline.blocks, self.outline.cuts
         if len(cuts) > len(blocks):
             blocks = (*blocks, blocks[-1] + 1 if blocks else 0)
-        workspaces = [0 if known is None else known.workspace for known in kernels]
+        workspaces = [0 if cost is None else cost.workspace for cost in kernels]
         rates = Rates(seconds, workspaces)
-        return costs_of(self.log, cuts, blocks, rates, updates, accumulates=accumulates)
+        return costs_of(self.events, cuts, blocks, rates, updates, accumulates=accumulates)
 
     def held_by_libraries(
         self, device: Device | None = None, kernels: Sequence[KernelCosts | None] = ()

@@ -5,20 +5,20 @@ from dataclasses import replace
 import pytest
 
 from zoo.planner.costs import StepCosts, simulate
-from zoo.planner.log_costs import Rates, costs_of
+from zoo.planner.event_costs import Rates, costs_of
 from zoo.planner.plan import Plan
-from zoo.planner.step_log import (
+from zoo.planner.step_events import (
     AT_END,
     Allocated,
+    Dropped,
     Event,
     Freed,
     Gradient,
     KernelRun,
-    LetGo,
     NodeRun,
     Released,
     Saved,
-    StepLog,
+    StepEvents,
     Viewed,
 )
 
@@ -27,21 +27,21 @@ def reads(*storages: int, **other: object) -> KernelRun:
     return KernelRun(reads=frozenset(storages), **other)  # type: ignore[arg-type]
 
 
-def log_of(
+def events_of(
     sizes: list[int],
     forward: list[tuple[int, list[Event]]],
     backward: list[tuple[int, list[Event]]] = [],  # noqa: B006
     **other: object,
-) -> StepLog:
+) -> StepEvents:
     events = [(operator, event) for operator, events in forward for event in events]
-    return StepLog(sizes, {0}, events, [NodeRun(*run) for run in backward], **other)  # type: ignore[arg-type]
+    return StepEvents(sizes, {0}, events, [NodeRun(*run) for run in backward], **other)  # type: ignore[arg-type]
 
 
 # input 0 -> linear makes 1 -> relu makes 2, saves it -> square saves 2, makes the loss 3
 FORWARD: list[tuple[int, list[Event]]] = [
     (0, [Saved(0), Allocated(1), reads(0, flops=100, number=0)]),
-    (1, [Allocated(2), reads(1, number=1), Saved(2), LetGo(1), Freed(1)]),
-    (2, [Saved(2), Allocated(3), reads(2, number=2), LetGo(2)]),
+    (1, [Allocated(2), reads(1, number=1), Saved(2), Dropped(1), Freed(1)]),
+    (2, [Saved(2), Allocated(3), reads(2, number=2), Dropped(2)]),
 ]
 BACKWARD: list[tuple[int, list[Event]]] = [
     (AT_END, [Allocated(4)]),
@@ -52,12 +52,12 @@ BACKWARD: list[tuple[int, list[Event]]] = [
 SIZES = [7, 10, 20, 4, 4, 20, 21, 30]
 
 
-def chain() -> StepLog:
-    return log_of(SIZES, FORWARD, BACKWARD, ends=frozenset({3}), trained=[30])
+def chain() -> StepEvents:
+    return events_of(SIZES, FORWARD, BACKWARD, ends=frozenset({3}), trained=[30])
 
 
-def costs(log: StepLog, *cuts: int, **other: object) -> StepCosts:
-    return costs_of(log, cuts, range(len(cuts)), **other)  # type: ignore[arg-type]
+def costs(events: StepEvents, *cuts: int, **other: object) -> StepCosts:
+    return costs_of(events, cuts, range(len(cuts)), **other)  # type: ignore[arg-type]
 
 
 def test_states_are_what_later_steps_read() -> None:
@@ -77,12 +77,12 @@ def test_a_step_takes_what_it_makes_and_saves() -> None:
 
 def test_a_saved_tensor_stays_until_its_step_is_over() -> None:
     forward: list[tuple[int, list[Event]]] = [
-        (0, [Allocated(1), Saved(1), reads(0), LetGo(1), Freed(1)]),
+        (0, [Allocated(1), Saved(1), reads(0), Dropped(1), Freed(1)]),
         (1, [Allocated(2), reads(0)]),
     ]
-    assert costs(log_of([1, 10, 5], forward), 0).forward == (15,)
+    assert costs(events_of([1, 10, 5], forward), 0).forward == (15,)
     unsaved = [(at, [e for e in events if type(e) is not Saved]) for at, events in forward]
-    assert costs(log_of([1, 10, 5], unsaved), 0).forward == (10,)
+    assert costs(events_of([1, 10, 5], unsaved), 0).forward == (10,)
 
 
 def test_the_backward_counts_above_what_it_is_given() -> None:
@@ -94,20 +94,20 @@ def test_the_backward_counts_above_what_it_is_given() -> None:
 
 
 def test_a_step_alone_frees_the_inputs_that_it_saved() -> None:
-    forward = [FORWARD[0], (1, [Allocated(2), reads(1), LetGo(1)]), FORWARD[2]]
+    forward = [FORWARD[0], (1, [Allocated(2), reads(1), Dropped(1)]), FORWARD[2]]
     backward = [
         *BACKWARD[:2],
         (1, [Allocated(6), reads(5), Freed(5), Allocated(8), Freed(8)]),
         BACKWARD[3],
     ]
-    found = costs(log_of([*SIZES, 50], forward, backward, ends=frozenset({3})), 0, 1, 2)
+    found = costs(events_of([*SIZES, 50], forward, backward, ends=frozenset({3})), 0, 1, 2)
     assert found.saved[2] == {2} <= found.live[2]
     late = [
         *BACKWARD[:1],
         (2, [Allocated(5), reads(4, 2), Released(2), Allocated(8), Freed(8), Freed(4)]),
         *backward[2:],
     ]
-    found = costs(log_of([*SIZES, 50], forward, late, ends=frozenset({3})), 0, 1, 2)
+    found = costs(events_of([*SIZES, 50], forward, late, ends=frozenset({3})), 0, 1, 2)
     assert found.backward[2] == 70
     assert found.backward_alone[2] == 50
 
@@ -119,8 +119,8 @@ def test_a_gradient_in_what_was_saved_keeps_its_memory() -> None:
         (1, [Released(2), Allocated(6), reads(2), Freed(2)]),
         (0, [Freed(6)]),
     ]
-    forward = [FORWARD[0], (1, [Allocated(2), reads(1), LetGo(1)]), FORWARD[2]]
-    found = costs(log_of(SIZES, forward, backward, ends=frozenset({3})), 0, 1, 2)
+    forward = [FORWARD[0], (1, [Allocated(2), reads(1), Dropped(1)]), FORWARD[2]]
+    found = costs(events_of(SIZES, forward, backward, ends=frozenset({3})), 0, 1, 2)
     # it is a gradient between the two steps
     assert found.gradients == (0, 21, 20, 4)
 
@@ -130,29 +130,29 @@ def test_an_optimizer_in_the_backward_frees_each_gradient() -> None:
     assert found.parameter_gradients == (0, 0, 0, 0)
     assert found.backward[0] == 38
     # with those of parameters that the step does not use
-    other = log_of(SIZES, FORWARD, BACKWARD, trained=[30, 5])
+    other = events_of(SIZES, FORWARD, BACKWARD, trained=[30, 5])
     assert costs(other, 0, 1, 2).parameter_gradients == (35, 5, 5, 5)
 
 
 def test_a_gradient_that_is_added_to_that_of_earlier_backwards_is_freed_then() -> None:
-    log = replace(chain(), trained=[30, 500])
-    found = costs(log, 0, 1, 2, accumulates=True)
+    events = replace(chain(), trained=[30, 500])
+    found = costs(events, 0, 1, 2, accumulates=True)
     assert found.parameter_gradients == (0, 0, 0, 0), "nothing of a weight without a gradient"
-    assert found.backward == costs(log, 0, 1, 2, updates={}).backward
-    assert found.gradients == costs(log, 0, 1, 2).gradients
+    assert found.backward == costs(events, 0, 1, 2, updates={}).backward
+    assert found.gradients == costs(events, 0, 1, 2).gradients
 
 
 def test_shared_gradients_are_freed_with_the_last() -> None:
     backward = [*BACKWARD[:3], (0, [Allocated(7), Gradient(7, "w"), Gradient(7, "w"), Freed(6)])]
-    log = log_of(SIZES, FORWARD, backward, trained=[30])
-    assert costs(log, 0, 1, 2, updates={"w": 8}).backward[0] == 38
-    assert costs(log, 0, 1, 2, updates={"w": 8}).parameter_gradients[0] == 0
+    events = events_of(SIZES, FORWARD, backward, trained=[30])
+    assert costs(events, 0, 1, 2, updates={"w": 8}).backward[0] == 38
+    assert costs(events, 0, 1, 2, updates={"w": 8}).parameter_gradients[0] == 0
 
 
 def test_gradients_that_the_forward_makes() -> None:
     forward = [*FORWARD[:2], (2, [Allocated(3), Allocated(7), reads(2)])]
     backward = [*BACKWARD[:3], (0, [Gradient(7, "w"), Freed(6)])]
-    found = costs(log_of(SIZES, forward, backward, trained=[30]), 0, 1, 2)
+    found = costs(events_of(SIZES, forward, backward, trained=[30]), 0, 1, 2)
     assert found.forward == (10, 20, 4)
     assert found.gradients_made == (0, 0, 30)
     assert found.parameter_gradients == (30, 30, 30, 30)
@@ -163,7 +163,7 @@ def test_a_recomputation_ends_when_the_last_tensor_is_saved() -> None:
         (0, [Allocated(1), reads(0, flops=5)]),
         (1, [Saved(1), Allocated(2), reads(1, flops=7)]),
     ]
-    found = costs(log_of([1, 10, 20], forward), 0)
+    found = costs(events_of([1, 10, 20], forward), 0)
     assert found.flops == (12,)
     assert found.flops_until_saved == (5,)
     assert found.forward_until_saved == (10,)
@@ -175,9 +175,9 @@ def test_a_tensor_that_is_saved_before_it_is_written_is_kept_and_copied() -> Non
         (1, [Saved(1, is_blank=True), reads(1, writes=frozenset({1}), flops=5)]),
         (2, [Allocated(2), reads(1, flops=7)]),
     ]
-    found = costs(log_of([1, 10, 20], forward), 0)
+    found = costs(events_of([1, 10, 20], forward), 0)
     assert found.flops_until_saved == (5,)
-    assert found.kept == (frozenset({1, 3}),)
+    assert found.never_recomputed == (frozenset({1, 3}),)
     assert found.sizes == (1, 10, 20, 10)
 
 
@@ -189,10 +189,10 @@ def test_what_is_written_later_is_copied_for_the_segments_that_read_it() -> None
         (3, [reads(1, 3, writes=frozenset({1}))]),
         (4, [Allocated(4), reads(1)]),
     ]
-    found = costs(log_of([1, 10, 20, 30, 40], forward), 0, 1, 2, 3, 4)
+    found = costs(events_of([1, 10, 20, 30, 40], forward), 0, 1, 2, 3, 4)
     assert found.copied == (set(), {1}, set(), {1}, set())
     # what a step makes and writes itself is made again
-    found = costs(log_of([1, 10, 20, 30, 40], forward), 0, 4)
+    found = costs(events_of([1, 10, 20, 30, 40], forward), 0, 4)
     assert found.copied == ()
 
 
@@ -202,14 +202,14 @@ def test_what_the_program_holds_counts_with_the_steps_that_do_not_read_it() -> N
         (1, [Allocated(2), reads(1)]),
         (2, [Allocated(3), reads(2)]),
         # a variable was overwritten here
-        (2, [LetGo(1)]),
+        (2, [Dropped(1)]),
         (3, [Allocated(4), reads(3)]),
     ]
-    log = log_of([1, 10, 20, 30, 40], forward)
-    assert costs(log, 0, 1, 2, 3).held == (set(), set(), {1}, {2})
+    events = events_of([1, 10, 20, 30, 40], forward)
+    assert costs(events, 0, 1, 2, 3).forward_only == (set(), set(), {1}, {2})
     # a view before the first allocation of the step takes nothing
-    forward[2] = (2, [Viewed(2), LetGo(1), Allocated(3), reads(2)])
-    assert costs(log_of([1, 10, 20, 30, 40], forward), 0, 1, 2, 3).held[2] == {1}
+    forward[2] = (2, [Viewed(2), Dropped(1), Allocated(3), reads(2)])
+    assert costs(events_of([1, 10, 20, 30, 40], forward), 0, 1, 2, 3).forward_only[2] == {1}
 
 
 def test_casts_count_with_each_step_that_uses_them() -> None:
@@ -222,7 +222,7 @@ def test_casts_count_with_each_step_that_uses_them() -> None:
         (2, [Released(1), Allocated(4), Freed(4)]),
         (0, [Released(1), Allocated(4), Freed(4)]),
     ]
-    found = costs(log_of([1, 10, 20, 30, 5], forward, backward, casts={1}), 0, 1, 2)
+    found = costs(events_of([1, 10, 20, 30, 5], forward, backward, casts={1}), 0, 1, 2)
     assert found.casts == (frozenset({1}),) * 3
     assert found.forward == (10, 30, 40)
     assert found.live[1:] == (frozenset(), frozenset({2}), frozenset())
@@ -241,15 +241,17 @@ def test_workspaces_and_seconds_are_those_of_the_calls() -> None:
 
 def test_states_of_dropout_are_copied_for_a_moment() -> None:
     forward: list[tuple[int, list[Event]]] = [(0, [Allocated(1), reads(0, state=100)])]
-    found = costs(log_of([1, 10], forward), 0)
+    found = costs(events_of([1, 10], forward), 0)
     assert found.forward == (110,)
-    assert found.kept == (frozenset({2}),)
+    assert found.never_recomputed == (frozenset({2}),)
 
 
 @pytest.mark.parametrize("rounding", [lambda size: size, lambda size: -(-size // 512) * 512])
 def test_bytes_are_counted_as_an_allocator_does(rounding: object) -> None:
-    log = log_of([1, 10], [(0, [Allocated(1), reads(0, state=100)])], trained=[3], constants=[600])
-    counted = log.counted(rounding)  # type: ignore[arg-type]
+    events = events_of(
+        [1, 10], [(0, [Allocated(1), reads(0, state=100)])], trained=[3], constants=[600]
+    )
+    counted = events.rounded(rounding)  # type: ignore[arg-type]
     assert counted.sizes == [rounding(1), rounding(10)]  # type: ignore[operator]
     assert costs(counted, 0).forward == (rounding(10) + rounding(100),)  # type: ignore[operator]
     assert (counted.trained, counted.constants) == ([rounding(3)], [rounding(600)])  # type: ignore[operator]

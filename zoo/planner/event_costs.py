@@ -1,9 +1,9 @@
-"""The costs of steps, from the log of a training step and the operators at which it is cut.
+"""The costs of steps, from the events of a training step and the operators where steps begin.
 
-Nothing is run. A step's forward is what happened between two cuts; its backward what the autograd
-nodes did that operators of this range had made, the latest first. Both are counted as if the step
-were alone between what came before and what came after: a storage that another step made is not
-freed by it, a tensor that autograd saved is there until its node has run.
+Nothing is run. A step's forward has the events between two cuts; its backward those of the autograd
+nodes that its operators made, the latest first. Both are counted for the step alone, with nothing
+of other steps but their storages: it frees none of these, and a saved tensor exists until its node
+has run.
 """
 
 import bisect
@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from zoo.planner.costs import StepCosts
-from zoo.planner.step_log import (
+from zoo.planner.step_events import (
     AT_END,
     Allocated,
+    Dropped,
     Event,
     Freed,
     Gradient,
     KernelRun,
-    LetGo,
     Released,
     Saved,
-    StepLog,
+    StepEvents,
     Viewed,
 )
 
@@ -29,7 +29,7 @@ Storages = frozenset[int]
 
 
 class Rates(NamedTuple):
-    """What a log does not tell of kernels: their seconds, and bytes of workspace by number."""
+    """Costs of kernels that events lack: seconds, and bytes of workspace by the call's number."""
 
     seconds: Callable[[KernelRun], float] = lambda _: 0.0
     workspaces: Sequence[int] = ()
@@ -40,7 +40,7 @@ class Rates(NamedTuple):
 
 
 def costs_of(
-    log: StepLog,
+    events: StepEvents,
     cuts: Sequence[int],
     blocks: Sequence[int],
     rates: Rates = Rates(),  # noqa: B008  (it is immutable)
@@ -48,28 +48,28 @@ def costs_of(
     *,
     accumulates: bool = False,
 ) -> StepCosts:
-    """Returns the costs of the steps of a log, of which each begins at the operator of its cut.
+    """Returns the costs of the steps; each begins at the operator of its cut.
 
     `blocks` has the number of each step's block. `updates` are the bytes that an optimizer
-    allocates to update a parameter, by its form; with them, the optimizer steps in the backward
+    allocates to update a parameter, by its form; if given, the optimizer steps in the backward
     and frees each gradient. With `accumulates` each gradient is freed when it has been added to
     that of earlier backwards, which is not counted.
     """
-    steps = _Steps(log, cuts)
+    steps = _Steps(events, cuts)
     numbers = range(len(cuts))
     backward = _Backward(steps, rates, updates, accumulates)
-    kernels = [[event for event in events if type(event) is KernelRun] for events in steps.forward]
+    kernels = [[event for event in part if type(event) is KernelRun] for part in steps.forward]
     early = [
-        [event for event in events[:end] if type(event) is KernelRun]
-        for events, end in zip(steps.forward, steps.until, strict=True)
+        [event for event in part[:end] if type(event) is KernelRun]
+        for part, end in zip(steps.forward, steps.until, strict=True)
     ]
-    of_nodes = [[e for e in events if type(e) is KernelRun] for events in steps.backward[:-1]]
+    of_nodes = [[e for e in part if type(e) is KernelRun] for part in steps.backward[:-1]]
     copies = [steps.copies_kept(number) for number in numbers]
     copied = [steps.not_made(number, (k.copies for k in kernels[number])) for number in numbers]
     copied = list(map(frozenset.union, copied, steps.overwritten()))
     writes = [steps.not_made(number, (k.writes for k in kernels[number])) for number in numbers]
-    kept = [steps.kept(number) | copies[number] for number in numbers]
-    held = steps.held()
+    never_recomputed = [steps.never_recomputed(number) | copies[number] for number in numbers]
+    forward_only = steps.forward_only()
     return StepCosts(
         sizes=tuple(steps.sizes),
         live=tuple(steps.live),
@@ -79,21 +79,21 @@ def costs_of(
         backward=tuple(backward.peak(number) for number in numbers),
         backward_alone=tuple(backward.peak(number, is_alone=True) for number in numbers),
         gradients=backward.gradients,
-        flops=tuple(sum(kernel.flops for kernel in found) for found in kernels),
-        flops_until_saved=tuple(sum(kernel.flops for kernel in found) for found in early),
-        seconds=tuple(sum(map(rates.seconds, found)) for found in kernels),
-        seconds_until_saved=tuple(sum(map(rates.seconds, found)) for found in early),
-        seconds_backward=tuple(sum(map(rates.seconds, found)) for found in of_nodes),
+        flops=tuple(sum(kernel.flops for kernel in calls) for calls in kernels),
+        flops_until_saved=tuple(sum(kernel.flops for kernel in calls) for calls in early),
+        seconds=tuple(sum(map(rates.seconds, calls)) for calls in kernels),
+        seconds_until_saved=tuple(sum(map(rates.seconds, calls)) for calls in early),
+        seconds_backward=tuple(sum(map(rates.seconds, calls)) for calls in of_nodes),
         blocks=tuple(blocks),
         parameter_gradients=backward.parameter_gradients,
         gradients_made=tuple(map(steps.gradients_made, numbers)),
-        draws=tuple(sum(kernel.draws for kernel in found) for found in kernels),
+        draws=tuple(sum(kernel.draws for kernel in calls) for calls in kernels),
         reads=tuple(steps.not_made(n, (k.reads for k in kernels[n])) for n in numbers),
         reads_until_saved=tuple(steps.not_made(n, (k.reads for k in early[n])) for n in numbers),
         writes=tuple(writes) if any(writes) else (),
         copied=tuple(copied) if any(copied) else (),
-        kept=tuple(kept) if any(kept) else (),
-        held=tuple(held) if any(held) else (),
+        never_recomputed=tuple(never_recomputed) if any(never_recomputed) else (),
+        forward_only=tuple(forward_only) if any(forward_only) else (),
         casts=tuple(steps.casts) if any(steps.casts) else (),
     )
 
@@ -101,36 +101,36 @@ def costs_of(
 class _Steps:
     """The events of each step, and its storages."""
 
-    def __init__(self, log: StepLog, cuts: Sequence[int]) -> None:
-        self.log, self.cuts, self.count = log, cuts, len(cuts)
-        # with those of copies that no event tells of
-        self.sizes = list(log.sizes)
+    def __init__(self, events: StepEvents, cuts: Sequence[int]) -> None:
+        self.events, self.cuts, self.count = events, cuts, len(cuts)
+        # and of the copies that segments make, which have no events
+        self.sizes = list(events.sizes)
         self.gradients = {
-            event.storage for run in log.backward for event in run.events if type(event) is Gradient
+            e.storage for run in events.backward for e in run.events if type(e) is Gradient
         }
         self.forward: list[list[Event]] = [[] for _ in cuts]
-        for operator, event in log.forward:
+        for operator, event in events.forward:
             self.forward[self.step_of(operator)].append(event)
-        # the last is of what comes before the first node
+        # the last entry has the events before the first autograd node
         self.backward: list[list[Event]] = [[] for _ in (*cuts, None)]
-        for run in log.backward:
+        for run in events.backward:
             self.backward[min(self.step_of(run.operator), self.count)].extend(run.events)
-        self.made = [
-            frozenset(event.storage for event in events if type(event) is Allocated)
-            for events in self.forward
+        self.allocated = [
+            frozenset(event.storage for event in part if type(event) is Allocated)
+            for part in self.forward
         ]
-        self.maker = {storage: n for n, storages in enumerate(self.made) for storage in storages}
-        left_out = log.inputs | self.gradients
+        self.maker = {s: number for number, new in enumerate(self.allocated) for s in new}
+        left_out = events.inputs | self.gradients
         self.saved: list[Storages] = [
-            frozenset(event.storage for event in events if type(event) is Saved) - left_out
-            for events in self.forward
+            frozenset(event.storage for event in part if type(event) is Saved) - left_out
+            for part in self.forward
         ]
         self.until = list(map(_until_saved, self.forward))
         self.casts = [self._casts(number) for number in range(self.count)]
         self.live = self._live()
 
     def step_of(self, operator: int) -> int:
-        """Returns the step of an operator; that of the backward's begin is above all."""
+        """Returns the step of an operator; `AT_END` is behind the last step."""
         return (
             self.count
             if operator == AT_END
@@ -138,69 +138,70 @@ class _Steps:
         )
 
     def _casts(self, number: int) -> Storages:
-        used = self.made[number].union(*(_taken(event) for event in self.forward[number]))
-        return used & self.log.casts
+        used = self.allocated[number].union(*map(_reads, self.forward[number]))
+        return used & self.events.casts
 
     def _live(self) -> list[Storages]:
         """Returns for each state the storages that later steps read; for the last one, the loss."""
         last: dict[int, int] = {}
-        for number, events in enumerate(self.forward):
-            for event in events:
-                last.update(dict.fromkeys(_taken(event), number))
-        ends = self.log.ends or (self.log.outputs & self.made[-1] if self.made else frozenset())
+        for number, part in enumerate(self.forward):
+            for event in part:
+                last.update(dict.fromkeys(_reads(event), number))
+        last_step = self.allocated[-1] if self.allocated else frozenset()
+        ends = self.events.ends or self.events.outputs & last_step
         last.update(dict.fromkeys(ends, self.count))
         live: list[set[int]] = [set() for _ in range(self.count + 1)]
         for storage, end in last.items():
-            if (first := self.maker.get(storage)) is None or storage in self.log.casts:
+            if (first := self.maker.get(storage)) is None or storage in self.events.casts:
                 continue
             for state in range(first + 1, end + 1):
                 live[state].add(storage)
         return list(map(frozenset, live))
 
     def not_made(self, number: int, storages: Iterable[Storages]) -> Storages:
-        """Returns those of some storages that a step did not make."""
-        return frozenset().union(*storages) - self.made[number]
+        """Returns the given storages without those that the step allocated."""
+        return frozenset().union(*storages) - self.allocated[number]
 
     def overwritten(self) -> list[Storages]:
-        """Returns for each step the storages that it has from others and that are written later.
+        """Returns for each step the inputs that this step or a later one overwrites.
 
-        Or that it writes itself: a segment keeps a copy of what was there before.
+        A segment keeps a copy of such an input from before the write.
         """
-        found: list[Storages] = []
+        by_step: list[Storages] = []
         written = set[int]()
         for number in range(self.count - 1, -1, -1):
             kernels = [event for event in self.forward[number] if type(event) is KernelRun]
             written.update(*(kernel.writes for kernel in kernels))
             read = self.not_made(number, (kernel.reads for kernel in kernels))
-            found.append(read & written)
-            written -= self.made[number]
-        return found[::-1]
+            by_step.append(read & written)
+            written -= self.allocated[number]
+        return by_step[::-1]
 
     def peak(self, number: int, end: int | None, rates: Rates) -> int:
         """Returns the most new bytes in a step's forward, or in its events before `end`."""
-        made, saved, sizes = self.made[number], self.saved[number], self.sizes
-        # a cast that an earlier step made is made again where that step's is gone
-        total = sum(sizes[storage] for storage in self.casts[number] - made)
+        allocated, saved, sizes = self.allocated[number], self.saved[number], self.sizes
+        # a recomputation casts again if the cast of an earlier step was freed
+        total = sum(sizes[storage] for storage in self.casts[number] - allocated)
         most = total
         for event in self.forward[number][:end]:
             if type(event) is Allocated:
                 if event.storage not in self.gradients:
                     total += sizes[event.storage]
             elif type(event) is Freed:
-                if event.storage in made and event.storage not in saved:
+                if event.storage in allocated and event.storage not in saved:
                     total -= sizes[event.storage]
             elif type(event) is KernelRun:
-                # a recomputation writes a copy of the copy
+                # a recomputation lets the kernel write a copy of the kept copy
                 most = max(most, total + event.state, total + rates.workspace(event))
             most = max(most, total)
         return most
 
     def gradients_made(self, number: int) -> int:
         """Returns the bytes of parameters' gradients that a step's forward makes."""
-        return sum(self.sizes[storage] for storage in self.made[number] & self.gradients)
+        return sum(self.sizes[storage] for storage in self.allocated[number] & self.gradients)
 
     def copies_kept(self, number: int) -> Storages:
-        """Returns new storages for what a segment copies before a kernel of the step writes it."""
+        """Numbers and returns the copies that a segment makes before kernels of a step write."""
         copied = [
             self.sizes[event.storage]
             for event in self.forward[number]
@@ -215,41 +216,41 @@ class _Steps:
         self.sizes += copied
         return frozenset(range(start, len(self.sizes)))
 
-    def kept(self, number: int) -> Storages:
-        """Returns the storages of a step that a segment around it keeps."""
-        events = self.forward[number]
-        blank = {event.storage for event in events if type(event) is Saved and event.is_blank}
-        once = frozenset().union(*(event.keeps for event in events if type(event) is KernelRun))
-        known = self.saved[number] | self.live[number] | self.live[number + 1] | self.log.inputs
-        return (once & known) | blank
+    def never_recomputed(self, number: int) -> Storages:
+        """Returns the storages of a step that a segment around it keeps until its backward ends."""
+        part = self.forward[number]
+        blank = {event.storage for event in part if type(event) is Saved and event.is_blank}
+        once = frozenset().union(*(event.keeps for event in part if type(event) is KernelRun))
+        states = self.live[number] | self.live[number + 1]
+        return (once & (self.saved[number] | states | self.events.inputs)) | blank
 
-    def held(self) -> list[Storages]:
-        """Returns for each step what the program holds although no step reads it any more."""
+    def forward_only(self) -> list[Storages]:
+        """Returns for each step the storages that variables hold and no later step reads."""
         ends: dict[int, int] = {}
-        for operator, event in self.log.forward if self.log.has_lifetimes else ():
+        for operator, event in self.events.forward if self.events.has_lifetimes else ():
             if type(event) is Allocated:
                 ends[event.storage] = AT_END
-            elif type(event) is LetGo:
+            elif type(event) is Dropped:
                 ends[event.storage] = operator
-        for storage in self.log.casts | self.gradients | self.log.inputs:
+        for storage in self.events.casts | self.gradients | self.events.inputs:
             ends.pop(storage, None)
         first: dict[int, int] = {}
-        for operator, event in reversed(self.log.forward):
+        for operator, event in reversed(self.events.forward):
             if type(event) is KernelRun:
                 first.setdefault(self.step_of(operator), operator)
-        for operator, event in reversed(self.log.forward):
+        for operator, event in reversed(self.events.forward):
             if type(event) is Allocated:
                 first[self.step_of(operator)] = operator
-        held: list[set[int]] = [set() for _ in range(self.count)]
+        by_step: list[set[int]] = [set() for _ in range(self.count)]
         for storage, end in ends.items():
             for number in range(self.maker[storage] + 1, self.count):
                 if end < first.get(number, self.cuts[number]):
                     break
-                held[number].add(storage)
-        return [frozenset(storages) - live for storages, live in zip(held, self.live, strict=False)]
+                by_step[number].add(storage)
+        return [frozenset(held) - live for held, live in zip(by_step, self.live, strict=False)]
 
 
-def _taken(event: Event) -> Iterable[int]:
+def _reads(event: Event) -> Iterable[int]:
     """Returns the storages that an event reads."""
     if type(event) is KernelRun:
         return event.reads
@@ -288,18 +289,18 @@ class _Backward:
         sizes, gradients = steps.sizes, steps.gradients
         # gradients of one storage are freed with the last of them
         self.last: dict[int, int] = {}
-        for events in steps.backward:
-            for event in events:
+        for part in steps.backward:
+            for event in part:
                 if type(event) is Gradient:
                     self.last[event.storage] = id(event)
         self.first_saved: dict[int, int] = {}
         for number, saved in reversed([*enumerate(steps.saved)]):
             self.first_saved.update(dict.fromkeys(saved, number))
         used = sum(sizes[storage] for storage in gradients)
-        trained = sum(steps.log.trained)
+        trained = sum(steps.events.trained)
         others = 0 if accumulates else max(trained - used, 0)
         alive = set[int]()
-        # bytes of those that are no parameters' gradients, and of those that are
+        # bytes alive: without the gradients of parameters, and of these
         totals = [0, others]
 
         def note(storage: int, *, is_alive: bool) -> None:
@@ -314,8 +315,8 @@ class _Backward:
                     note(event.storage, is_alive=True)
                 elif type(event) is Freed or (type(event) is Gradient and self.frees(event)):
                     note(event.storage, is_alive=False)
-            # what the forward of the step before made is there as well
-            for storage in steps.made[number - 1] & gradients if number else ():
+            # gradients that the forward of the step before made exist as well
+            for storage in steps.allocated[number - 1] & gradients if number else ():
                 note(storage, is_alive=True)
             of_states.append(totals[0])
             of_parameters.append(min(totals[1], trained))
@@ -327,15 +328,15 @@ class _Backward:
         return not self.keeps_gradients and self.last[gradient.storage] == id(gradient)
 
     def peak(self, number: int, *, is_alone: bool = False) -> int:
-        """Returns the peak of a step's backward, above what it saved and the gradient it is given.
+        """Returns the peak of a step's backward, above its saved tensors and incoming gradient.
 
         `is_alone` if nothing but the step holds the inputs that it saved.
         """
         steps, sizes = self.steps, self.steps.sizes
-        events = steps.backward[number]
-        ends = {e.storage: n for n, e in enumerate(events) if type(e) is Released}
+        part = steps.backward[number]
+        ends = {e.storage: n for n, e in enumerate(part) if type(e) is Released}
         total = most = 0
-        for position, event in enumerate(events):
+        for position, event in enumerate(part):
             if type(event) is Allocated:
                 total += sizes[event.storage]
             elif type(event) is Freed:
@@ -358,10 +359,10 @@ class _Backward:
         return most
 
     def _is_last(self, storage: int, number: int, is_alone: bool) -> bool:
-        """Returns whether a saved storage is free when the step's last node has released it."""
+        """Returns whether the step's last autograd node to release a saved storage frees it."""
         steps = self.steps
         if storage not in steps.saved[number]:
             return False
-        if storage in steps.log.casts:
+        if storage in steps.events.casts:
             return self.first_saved[storage] == number
         return is_alone or storage not in steps.live[number]

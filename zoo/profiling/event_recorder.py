@@ -1,8 +1,8 @@
-"""Logs a training step: its kernels, its storages, and what autograd saves (`planner.step_log`).
+"""Records the events of a training step: kernels, storages, saved tensors (`planner.step_events`).
 
 torch's profilers see only real memory. Here tensors may be fake; the bytes are those of real ones.
 The forward runs once, as it is written, under a dispatch mode. Then its autograd graph runs node by
-node on fake tensors, whatever the forward ran on: what a node has saved is made again as a fake
+node on fake tensors, whatever the forward ran on: a tensor that a node saved becomes a new fake
 when the node opens it.
 """
 
@@ -33,18 +33,18 @@ from zoo.engine.saved_tensors import is_in_graph
 from zoo.engine.segments import Pack, Unpack
 from zoo.engine.storages import SMALL
 from zoo.engine.tensor_state import detached
-from zoo.planner.step_log import (
+from zoo.planner.step_events import (
     AT_END,
     Allocated,
+    Dropped,
     Event,
     Freed,
     Gradient,
     KernelRun,
-    LetGo,
     NodeRun,
     Released,
     Saved,
-    StepLog,
+    StepEvents,
     Viewed,
 )
 from zoo.profiling.autograd_interpreter import gradients_of
@@ -57,9 +57,9 @@ CUDNN = torch.ops.aten._cudnn_rnn.default
 CONVERSION = torch.ops.aten._to_copy.default
 # these start no kernel
 FREE = frozenset({torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format})
-# the number of storages that a log leaves out: of parameters, buffers and constants
+# the number of all storages without events: of parameters, buffers and constants
 LEFT_OUT = -1
-# so many nodes may be made after the one that saves a tensor: those of views that were written
+# so many autograd nodes may be made after the one that saves a tensor: those of written views
 LATE = 8
 # the shape and the dtype of a parameter
 Form = tuple[tuple[int, ...], torch.dtype]
@@ -97,7 +97,7 @@ class SavedMemory:
 
 @dataclass(slots=True, weakref_slot=True)
 class SavedTensor:
-    """What autograd has in place of a tensor that it saved; `spec` is None if it is not strided."""
+    """Autograd's stand-in for a tensor that it saved; `spec` is None if it is not strided."""
 
     packed: PyTree
     spec: TensorSpec | None
@@ -108,8 +108,8 @@ class SavedTensor:
 Hooks = tuple[Pack, Unpack]
 
 
-def _held(tensor: Tensor) -> Tensor:
-    """Returns what holds the memory of a tensor without its graph."""
+def _without_graph(tensor: Tensor) -> Tensor:
+    """Returns a tensor that holds the same memory without the autograd graph."""
     # a graph that is being written knows fake tensors by their identity
     is_itself = (tensor.is_leaf and tensor.requires_grad) or is_in_graph()
     return tensor if is_itself else detached(tensor)
@@ -130,17 +130,17 @@ def _is_copied(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.itemsize <= SMALL
 
 
-class StepLogger(KernelMode):
-    """Writes the log of a training step that runs inside the `with` block.
+class EventRecorder(KernelMode):
+    """Records the training step that runs inside the `with` block.
 
     Args:
         count: returns how many operators of the forward were dispatched so far.
         caches_casts: autocast holds casts of weights until the forward is over.
-        hooks: for what autograd saves, in force in a real training step, which goes on after the
-            backward of the log. Without them the step is the log's alone.
+        hooks: pack and unpack saved tensors in a real training step, whose own backward follows
+            the recorded one. Without them the step runs for its events alone.
 
     Attributes:
-        log: the log so far.
+        events: the events so far.
     """
 
     # a compiled block is one operator
@@ -151,15 +151,15 @@ class StepLogger(KernelMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # the engine holds tensors for its segments
-        self.log = StepLog(has_lifetimes=hooks is None)
+        self.events = StepEvents(has_lifetimes=hooks is None)
         self._count, self._caches_casts, self._hooks = count, caches_casts, hooks
         # the number and the spec of each different kernel call, by the spec's repr
         self._kernels: dict[str, tuple[int, KernelSpec | None]] = {}
         # numbers of storages by address
         self._numbers: dict[int, int] = {}
-        # those that are held, so that no other storage gets the address
+        # storages that are held, so that no other one gets the address
         self._owned: list[UntypedStorage] = []
-        # those that cuDNN's networks keep for their backward
+        # numbers of reserves, which cuDNN's networks keep for their backward
         self._reserves = frozenset[int]()
         # storages that were made and not written yet
         self._blank: set[int] = set()
@@ -174,7 +174,7 @@ class StepLogger(KernelMode):
         self._of_node: list[Event] | None = None
         self._node = 0
         self._made_before = 0  # storages of the forward
-        # how many fakes of each saved storage there are, and those that a gradient lies in
+        # the number of fakes of each saved storage, and the storages that a gradient lies in
         self._fakes: Counter[int] = Counter()
         self._living: set[int] = set()
         # the mode in which saved tensors are opened as fakes; None in the forward
@@ -188,11 +188,11 @@ class StepLogger(KernelMode):
         return [spec for _, spec in self._kernels.values()]
 
     def note_owned(self, model: nn.Module) -> None:
-        """Leaves the storages of a model's parameters and buffers out of the log."""
+        """Leaves the storages of a model's parameters and buffers out of the events."""
         for tensor in (*model.parameters(), *model.buffers()):
             for storage in storages_of(tensor):
                 self._leave_out(storage)
-        self.log.trained += [p.nbytes for p in model.parameters() if p.requires_grad]
+        self.events.trained += [p.nbytes for p in model.parameters() if p.requires_grad]
 
     def note_inputs(self, tensors: Iterable[Tensor]) -> None:
         """Numbers the storages of the model's inputs."""
@@ -200,21 +200,21 @@ class StepLogger(KernelMode):
             for storage in storages_of(tensor):
                 if storage._cdata not in self._numbers:
                     self._owned.append(storage)
-                    self.log.inputs.add(self._add(storage))
+                    self.events.inputs.add(self._add(storage))
 
     def note_ends(self, outputs: Sequence[Tensor], loss: Tensor | None) -> list[Tensor]:
-        """Notes what the model returned, and returns what the backward begins at.
+        """Notes the model's outputs, and returns the tensors at which the backward begins.
 
-        Without a known loss that is each output; of a language model that returns its loss and then
-        its logits, the loss.
+        Without a known loss these are all outputs; of a language model that returns its loss and
+        then its logits, the loss.
         """
-        self.log.outputs = self.numbers_of(outputs)
+        self.events.outputs = self.numbers_of(outputs)
         roots = [output for output in outputs if output.grad_fn is not None]
         if loss is not None:
             roots = [loss] if loss.grad_fn is not None else []
         elif roots and not roots[0].shape:
             roots = roots[:1]
-        self.log.ends = self.numbers_of([] if loss is None else [loss])
+        self.events.ends = self.numbers_of([] if loss is None else [loss])
         return roots
 
     def numbers_of(self, tensors: Iterable[Tensor]) -> frozenset[int]:
@@ -226,15 +226,15 @@ class StepLogger(KernelMode):
         return frozenset(numbers - {LEFT_OUT})
 
     def hooks(self) -> saved_tensors_hooks:
-        """Returns hooks that note what autograd saves; enter them around the forward."""
+        """Returns hooks that note saved tensors; enter them around the forward."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def run_backward(self, roots: list[Tensor]) -> None:
         """Runs the backward of the sum of these tensors, under a `FakeTensorMode`.
 
-        `roots` is emptied. Autograd holds no tensor that it has saved from here on.
+        `roots` is emptied. From here on autograd holds no saved tensor.
         """
-        self._made_before = len(self.log.sizes)
+        self._made_before = len(self.events.sizes)
         self._begin_node(AT_END)
         self._fake_mode = active_fake_mode()
         is_real = self._hooks is not None
@@ -245,7 +245,7 @@ class StepLogger(KernelMode):
         walk = gradients_of(roots, on_node=self._on_node, on_end=self._on_end, keeps_graph=is_real)
         with self:
             for leaf, gradient in walk:
-                # as the `grad` of the parameter does
+                # held, as the `grad` of the parameter would hold it
                 gradients.append(gradient)
                 if isinstance(leaf, nn.Parameter):
                     for number in self.numbers_of([gradient]):
@@ -265,29 +265,29 @@ class StepLogger(KernelMode):
             if not new and is_view(func):
                 self._note_regenerated(args[0])
         inputs = tensors_in((args, kwargs))
-        given = [storage for tensor in inputs for storage in storages_of(tensor)]
+        storages = [storage for tensor in inputs for storage in storages_of(tensor)]
         # the code itself makes the data of `torch.tensor`
         if func is not LIFT:
-            self._note_constants(given)
+            self._note_constants(storages)
         effects = effects_of(func)
         kernel = kernel_of(func, effects, args, kwargs)
         # before it runs, since it may change its arguments in place
         starts_kernel = not (is_view(func) or func in FREE)
         spec = KernelSpec.of(func, args, kwargs) if starts_kernel else None
         small = filter(_is_copied, inputs if starts_kernel else ())
-        reads, copies = self._numbers_at(given), self.numbers_of(small)
+        reads, copies = self._numbers_at(storages), self.numbers_of(small)
         result = kernel(*args, **kwargs)
         outputs = tensors_in(result)
-        made = self._note_results(func, given, outputs)
+        allocated = self._note_results(func, storages, outputs)
         if effects.empty:
-            self._blank |= made
+            self._blank |= allocated
         if func is CUDNN:
             self._reserves |= self.numbers_of([result[3]])
         written = written_by(effects, args, kwargs)
         writes = self.numbers_of(written)
         self._blank -= writes
         if self._caches_casts and is_cached(func, args, result):
-            self.log.casts |= made
+            self.events.casts |= allocated
         if not starts_kernel:
             for storage in reads:
                 self._note(Viewed(storage))
@@ -305,8 +305,8 @@ class StepLogger(KernelMode):
                 reads=reads,
                 writes=writes,
                 copies=copies,
-                keeps=made | writes if effects.keeps_results(args, kwargs) else frozenset(),
-                state=sum(storage.nbytes() for one in states for storage in storages_of(one)),
+                keeps=allocated | writes if effects.keeps_results(args, kwargs) else frozenset(),
+                state=sum(storage.nbytes() for state in states for storage in storages_of(state)),
                 draws=effects.seeded,
             )
         )
@@ -316,21 +316,21 @@ class StepLogger(KernelMode):
         """Notes an operator by which autograd regenerates a fake view that was written in place.
 
         For a real one it makes a single node instead, whose backward allocates the whole gradient
-        of what the view lies in; views of complex numbers are regenerated as fake ones are.
+        of the view's base; views of complex numbers are regenerated as fake ones are.
         """
         if not base.is_complex() and not base._is_view():
             self._copying.add(sequence_number() - 1)
 
     def _note(self, event: Event) -> None:
         if self._of_node is None:
-            self.log.forward.append((len(self._nodes) - 1, event))
+            self.events.forward.append((len(self._nodes) - 1, event))
         else:
             self._of_node.append(event)
 
     def _add(self, storage: UntypedStorage) -> int:
         """Gives a storage the next number."""
-        self._numbers[storage._cdata] = number = len(self.log.sizes)
-        self.log.sizes.append(storage.nbytes())
+        self._numbers[storage._cdata] = number = len(self.events.sizes)
+        self.events.sizes.append(storage.nbytes())
         return number
 
     def _leave_out(self, storage: UntypedStorage) -> None:
@@ -342,18 +342,18 @@ class StepLogger(KernelMode):
         for storage in storages:
             if storage._cdata not in self._numbers:
                 self._leave_out(storage)
-                self.log.constants.append(storage.nbytes())
+                self.events.constants.append(storage.nbytes())
 
     def _note_results(
-        self, func: Operator, given: Sequence[UntypedStorage], outputs: Sequence[Tensor]
+        self, func: Operator, arguments: Sequence[UntypedStorage], outputs: Sequence[Tensor]
     ) -> frozenset[int]:
         """Notes the storages that an operator made, and returns them."""
-        made = set()
-        # what stands for a real tensor among fake ones has another storage: the argument that was
-        # written, or a view
+        allocated = set()
+        # the fake of a real tensor has another storage than that: here a written argument, or a
+        # view
         is_left_out = _returns_argument(func) or (
             is_view(func)
-            and any(self._numbers.get(storage._cdata) == LEFT_OUT for storage in given)
+            and any(self._numbers.get(storage._cdata) == LEFT_OUT for storage in arguments)
         )
         for tensor in outputs:
             for storage in storages_of(tensor):
@@ -365,20 +365,20 @@ class StepLogger(KernelMode):
                 number = self._add(storage)
                 weakref.finalize(storage, self._free, storage._cdata, number).atexit = False
                 self._note(Allocated(number))
-                made.add(number)
-            if self._of_node is None and self.log.has_lifetimes:
+                allocated.add(number)
+            if self._of_node is None and self.events.has_lifetimes:
                 self._watch(tensor)
-        return frozenset(made)
+        return frozenset(allocated)
 
     def _free(self, key: int, number: int) -> None:
         del self._numbers[key]
         self._blank.discard(number)
-        # what the forward made is there in the backward as long as autograd has saved it
+        # a storage of the forward exists in the backward until autograd releases it
         if self._of_node is None or number >= self._made_before:
             self._note(Freed(number))
 
     def _watch(self, tensor: Tensor) -> None:
-        """Notes when the program holds no tensor of the same storage any more."""
+        """Notes when the program frees its last tensor of the same storage."""
         key, numbers = id(tensor), self.numbers_of([tensor])
         if key in self._watched or not numbers:
             return
@@ -389,23 +389,23 @@ class StepLogger(KernelMode):
             self._holds.subtract(numbers)
             for number in numbers:
                 if self._of_node is None and not self._holds[number]:
-                    self._note(LetGo(number))
+                    self._note(Dropped(number))
 
         self._watched[key] = weakref.ref(tensor, let_go)
 
     def _pack(self, tensor: Tensor) -> SavedTensor | Tensor:
-        # what a higher-order operator compiles is one operator
+        # all that a higher-order operator compiles is one operator
         if torch.compiler.is_compiling():
             return tensor
         numbers, node = self.numbers_of([tensor]), sequence_number() - 1
         for number in numbers:
             event = Saved(number, is_blank=number in self._blank)
-            self.log.forward.append((self._operator_of(node), event))
+            self.events.forward.append((self._operator_of(node), event))
         memory = SavedMemory(numbers)
         self._saved_by.setdefault(node, []).append(memory)
         is_strided = tensor.layout is torch.strided
         saved = SavedTensor(
-            _held(tensor) if self._hooks is None else self._hooks[0](tensor),
+            _without_graph(tensor) if self._hooks is None else self._hooks[0](tensor),
             TensorSpec.of(tensor) if is_strided else None,
             memory,
         )
@@ -441,7 +441,7 @@ class StepLogger(KernelMode):
 
     def _begin_node(self, operator: int) -> None:
         self._of_node = []
-        self.log.backward.append(NodeRun(operator, self._of_node))
+        self.events.backward.append(NodeRun(operator, self._of_node))
 
     def _on_node(self, node: Node) -> bool:
         before, self._node = self._node, node._sequence_nr()
