@@ -232,5 +232,8 @@ def _is_open(module: str | None) -> bool:
 @functools.cache
 def _is_own(module: str | None) -> bool:
     """Returns whether a module is the program's own, not one that was installed."""
+    if module == "__main__":
+        # which may be installed, too
+        return True
     path = getattr(sys.modules.get(module or ""), "__file__", None) or ""
     return _is_open(module) and "site-packages" not in path and "dist-packages" not in path
