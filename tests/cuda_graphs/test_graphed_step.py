@@ -638,7 +638,7 @@ class Settings:
 settings = Settings()
 
 def weighted(loss):
-    return settings.weight * loss
+    return abs(settings.weight) * loss
 """
 
 
@@ -646,20 +646,26 @@ def test_a_program_that_is_executed_without_a_name_is_walked() -> None:
     # as some tools run a program: its functions and classes are of no module then
     names: dict[str, Any] = {}
     exec(EXECUTED, names)
-    program = Program(graphed=False)
+    weighted, program = names["weighted"], Program(graphed=False)
     model, optimizer = program.model, program.optimizer
     eager = copy.deepcopy(model)
 
     def step(x: Tensor) -> Tensor:
-        return names["weighted"](model.eval()(x).sum())  # type: ignore[no-any-return]
+        return weighted(model.eval()(x).sum())  # type: ignore[no-any-return]
 
     graphed = zoo.make_graphed_step(step, model=model, optimizer=optimizer)
-    for number in range(8):
+    weights, replays = [1.0] * 6 + [0.5] * 6 + [0.25] * 6, []
+    for number, weight in enumerate(weights):
         if number == 6:
+            # in front of that of the class
             names["settings"].weight = 0.5
-        expected = (0.5 if number > 5 else 1.0) * eager.eval()(batch(number)[0]).sum()
+        elif number == 12:
+            # in front of the built-in function
+            names["abs"] = lambda weight: weight / 2
+        expected = weight * eager.eval()(batch(number)[0]).sum()
         torch.testing.assert_close(graphed(batch(number)[0]), expected, rtol=0, atol=0)
-    assert graphed.replays == 3
+        replays.append(graphed.replays)
+    assert replays[5] == replays[6] < replays[11] == replays[12] < replays[17]
 
 
 def test_a_process_group_of_one_is_captured_after_eleven_steps() -> None:

@@ -1,4 +1,4 @@
-"""Cuts that no plan gains by are left out of logs that are written by hand."""
+"""Cuts that no plan gains by are left out of events that are written by hand."""
 
 from collections.abc import Sequence
 
@@ -14,13 +14,13 @@ def events_of(
     """A step makes storages of so many bytes, reads some, and saves some; one operator each."""
     events = StepEvents(sizes=[0] * 20)
     for operator, (made, read, saved) in enumerate(steps):
-        events: list[Event] = []
+        of_step: list[Event] = []
         for storage, size in made.items():
             events.sizes[storage] = size
-            events.append(Allocated(storage))
-        events.append(KernelRun(reads=frozenset(read)))
-        events += map(Saved, saved)
-        events.forward += [(operator, event) for event in events]
+            of_step.append(Allocated(storage))
+        of_step.append(KernelRun(reads=frozenset(read)))
+        of_step += map(Saved, saved)
+        events.forward += [(operator, event) for event in of_step]
         if operator not in passive:
             backward: list[Event] = [Allocated(19)] if operator in allocating else []
             events.backward.insert(0, NodeRun(operator, backward))

@@ -176,7 +176,9 @@ class Walk:
         elif own is not None and (isinstance(value, WALKED) or not _is_own(_module_of(kind))):
             self._add(MappingValues(name, own))
         elif own is not None:
-            self._add(MappingValues(name, own, self._named(own)))
+            # also those of the class, in front of which one of the object may come
+            of_class = (key for owner in kind.__mro__ for key in vars(owner))
+            self._add(MappingValues(name, own, self._named(dict.fromkeys((*own, *of_class)))))
         for owner in kind.__mro__:
             if slots := self._named(dict.fromkeys(vars(owner).get("__slots__", ()))):
                 self._add(SlotValues(name, value, slots))
@@ -191,8 +193,8 @@ class Walk:
         variables, attributes = _names_in(function.__code__)
         self.names |= attributes
         self._add(EnclosedValues(name, function))
-        named = [key for key in variables if key in function.__globals__]
-        self._add(MappingValues("", function.__globals__, named))
+        # also those that are not there, as of built-in functions
+        self._add(MappingValues("", function.__globals__, variables))
         self.waiting += [(name, function.__defaults__), (name, function.__kwdefaults__)]
 
 
