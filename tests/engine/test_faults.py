@@ -32,7 +32,7 @@ from zoo.models.preactivation_resnet import PreactivationResNet, basic
 from zoo.models.vit import ViT
 from zoo.planner.plan import Plan
 
-MOST = 24
+MOST = 16
 ERRORS: list[Callable[[str], BaseException]] = [
     RuntimeError,
     KeyboardInterrupt,
