@@ -188,11 +188,28 @@ def test_a_limit_bounds_what_is_taken_beyond_the_start():
     assert result["reason"] == "needs more than its memory_limit of 100 MiB"
 
 
+def aborts(words):
+    os.write(2, words.encode())
+    os.abort()
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        ("terminate called after throwing an instance of 'std::bad_alloc'", "does not fit"),
+        ("terminate called after throwing an instance of 'c10::Error'", "failed"),
+    ],
+)
+def test_a_process_that_aborts_as_memory_ran_out_does_not_fit(words, status):
+    assert outcome(aborts, words, 300)["status"] == status
+
+
 @linux
 def test_a_cell_that_does_not_fit_says_so_and_where_it_ran():
     peak = run_cell(CELLS["baseline"], 300)["memory"]["peak"]
-    record = run_cell(replace(CELLS["baseline"], memory_limit=peak), 300)
-    assert (record["status"], record["environment"]["threads"]) == ("does not fit", 1), record
+    record = run_cell(replace(CELLS["baseline"], memory_limit=peak // 2), 300)
+    assert record["status"] == "does not fit", (record["reason"], record["printed"])
+    assert record["environment"]["threads"] == 1
     assert run_cell(replace(CELLS["baseline"], memory_limit=4 * peak), 300)["status"] == "done"
 
 

@@ -92,7 +92,8 @@ def outcome(function: Callable[[Work], Result], cell: Work, timeout: float) -> R
                 result = {"status": "failed", "reason": reason}
         except EOFError:
             process.join()
-            result = _ended(process.exitcode, proc_entry("vmstat", "oom_kill ") != kills)
+            by_system = proc_entry("vmstat", "oom_kill ") != kills
+            result = _ended(process.exitcode, by_system, output.read_text(errors="replace"))
         finally:
             process.kill()
             process.join()
@@ -161,10 +162,15 @@ def _start_server(module: str) -> None:
             signal.signal(signal.SIGINT, earlier)
 
 
-def _ended(code: int, by_system: bool) -> Result:
-    """Returns the result of a process that ended without one."""
-    if code == -signal.SIGKILL and by_system:
-        reason = "killed by the system as memory ran out; a smaller batch_size needs less"
+def _ended(code: int, by_system: bool, printed: str) -> Result:
+    """Returns the result of a process that ended without one.
+
+    Where C++ code lets no exception pass, one of memory that ran out ends the process.
+    """
+    is_aborted = code == -signal.SIGABRT and ran_out(RuntimeError(printed))
+    if is_aborted or (code == -signal.SIGKILL and by_system):
+        who = "C++ code" if is_aborted else "the system"
+        reason = f"killed by {who} as memory ran out; a smaller batch_size needs less"
         return {"status": UNFIT, "reason": reason}
     reason = (
         f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
