@@ -283,7 +283,7 @@ def graphs(rows: Rows) -> str:
     eager = [
         {**row, "variant": "baseline, eager", "graph_ms": row["eager_ms"], "replays": None}
         for row in rows
-        if row["variant"] == "baseline" and row.get("eager_ms") is not None
+        if row.get("variant") == "baseline" and row.get("eager_ms") is not None
     ]
     return by_variant(
         [*eager, *rows], ("baseline, eager", "baseline", "switch", "True", "plan"), cell

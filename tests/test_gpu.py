@@ -174,6 +174,12 @@ def test_every_table_of_the_page_says_what_it_was_measured_on(docs):
     assert all(re.match(r"One .+, torch .+, commit .+, n = \d+ run.*:$", one) for one in of_others)
 
 
+@pytest.mark.parametrize("part", ["speed", "graphs"])
+def test_what_was_left_out_is_said(docs, part):
+    row = {"part": part, "case": "LSTM", "skipped": "no kernels", **FACTS, "conf": ""}
+    assert "- Left out: no kernels." in docs["page"]([row])
+
+
 def test_a_part_of_a_new_run_replaces_the_one_that_was_there(docs):
     old = [{"part": "speed", "case": "a"}, {"part": "budgets", "case": "b"}]
     new = [{"part": "speed", "case": "c"}]
