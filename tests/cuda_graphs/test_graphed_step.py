@@ -65,9 +65,13 @@ class Program:
             optimizer.zero_grad()
             return loss
 
-        self.step: Any = step
-        if graphed:
-            self.step = zoo.make_graphed_step(step, model=model, optimizer=optimizer)
+        self.train_by(step, graphed)
+
+    def train_by(self, step: Any, graphed: bool, model: nn.Module | None = None) -> "Program":
+        """Makes a function the step, of the model or of one around it."""
+        options: Any = {"model": model or self.model, "optimizer": self.optimizer}
+        self.step: Any = zoo.make_graphed_step(step, **options) if graphed else step
+        return self
 
     def state(self) -> list[Any]:
         """Returns all that a training leaves."""
@@ -141,9 +145,7 @@ def test_micro_batches_with_a_flag_accumulate_as_eagerly() -> None:
                 optimizer.zero_grad()
             return loss
 
-        graphed_step = functools.partial(zoo.make_graphed_step, model=model, optimizer=optimizer)
-        program.step = graphed_step(step) if graphed else step
-        return program
+        return program.train_by(step, graphed)
 
     def loop(program: Program) -> Iterator[Tensor]:
         for number in range(36):
@@ -168,9 +170,7 @@ def test_gradients_that_are_zeroed_first_are_there_after_each_call(to_none: bool
             optimizer.step()
             return loss
 
-        graphed_step = functools.partial(zoo.make_graphed_step, model=model, optimizer=optimizer)
-        program.step = graphed_step(step) if graphed else step
-        return program
+        return program.train_by(step, graphed)
 
     def loop(program: Program) -> Iterator[Tensor]:
         for number in range(10):
@@ -684,10 +684,7 @@ def test_a_process_group_of_one_is_captured_after_eleven_steps() -> None:
                 optimizer.zero_grad()
                 return loss
 
-            program.step = step
-            if graphed:
-                program.step = zoo.make_graphed_step(step, model=model, optimizer=optimizer)
-            return program
+            return program.train_by(step, graphed, model)
 
         def loop(program: Program) -> Iterator[Tensor]:
             for number in range(14):

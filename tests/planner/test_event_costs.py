@@ -1,4 +1,4 @@
-"""Costs of steps from logs that are written by hand: no tensor, no model."""
+"""Costs of steps from events that are written by hand: no tensor, no model."""
 
 from dataclasses import replace
 

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from multiprocessing import forkserver
@@ -145,10 +145,14 @@ def ran_out(error: BaseException, limit: int | None = None) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     words = WORDS if limit is None else LIMITED_WORDS
-    if isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words):
+    if isinstance(error, RuntimeError) and _has_words(str(error), words):
         return True
     earlier = error.__cause__ if error.__suppress_context__ else error.__context__
     return earlier is not None and ran_out(earlier, limit)
+
+
+def _has_words(text: str, words: Sequence[str]) -> bool:
+    return any(word in text.lower() for word in words)
 
 
 def _start_server(module: str) -> None:
@@ -167,7 +171,7 @@ def _ended(code: int, by_system: bool, printed: str) -> Result:
 
     Where C++ code lets no exception pass, one of memory that ran out ends the process.
     """
-    is_aborted = code == -signal.SIGABRT and ran_out(RuntimeError(printed))
+    is_aborted = code == -signal.SIGABRT and _has_words(printed, WORDS)
     if is_aborted or (code == -signal.SIGKILL and by_system):
         who = "C++ code" if is_aborted else "the system"
         reason = f"killed by {who} as memory ran out; a smaller batch_size needs less"

@@ -61,7 +61,7 @@ class _InterruptHandler:
             self.arrived = True
             main = threading.get_ident()
             threading.Thread(target=self._repeat, args=(main,), daemon=True).start()
-        if not _is_asked(frame) and not _changes_mode(frame):
+        if not _cannot_raise(frame):
             raise KeyboardInterrupt
 
     def leave(self) -> None:
@@ -128,30 +128,31 @@ def take_interrupt() -> None:
         handler.arrived = False
 
 
-def _is_asked(frame: FrameType | None) -> bool:
-    """Returns whether code runs in answer to a question of torch's: the operator is an argument."""
+def _cannot_raise(frame: FrameType | None) -> bool:
+    """Returns whether an exception in a frame would end the process, as the module describes."""
     while frame is not None:
-        code = frame.f_code
-        count = code.co_argcount + code.co_kwonlyargcount + 1
-        values = [frame.f_locals.get(name) for name in code.co_varnames[:count]]
-        values += [part for value in values if type(value) is tuple for part in value]
-        operators: Iterator[Any] = (v for v in values if type(v).__name__ == "OpOverload")
-        if any(operator.name() in QUESTIONS for operator in operators):
+        if _answers_question(frame) or _changes_mode(frame):
             return True
         frame = frame.f_back
     return False
 
 
-def _changes_mode(frame: FrameType | None) -> bool:
+def _answers_question(frame: FrameType) -> bool:
+    """Returns whether a function answers a question of torch's: the operator is an argument."""
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount + 1
+    values = [frame.f_locals.get(name) for name in code.co_varnames[:count]]
+    values += [part for value in values if type(value) is tuple for part in value]
+    operators: Iterator[Any] = (v for v in values if type(v).__name__ == "OpOverload")
+    return any(operator.name() in QUESTIONS for operator in operators)
+
+
+def _changes_mode(frame: FrameType) -> bool:
     """Returns whether code of torch's is on its way into a `with` block or out of it."""
-    while frame is not None:
-        if frame.f_code.co_name in {"__enter__", "__exit__"}:
-            of_contextlib = _module(frame) == "contextlib"
-            owner = frame.f_back if of_contextlib else frame
-            if owner is not None and _module(owner).startswith("torch."):
-                return True
-        frame = frame.f_back
-    return False
+    if frame.f_code.co_name not in {"__enter__", "__exit__"}:
+        return False
+    owner = frame.f_back if _module(frame) == "contextlib" else frame
+    return owner is not None and _module(owner).startswith("torch.")
 
 
 def _module(frame: FrameType) -> str:
