@@ -12,6 +12,11 @@ The plan holds as long as the operators are those of the traced branch. From the
 segment. So it is to the end of the forward once an operator returns more than the plan has room
 for, whatever decided its size: an argument, an attribute or data. That changes what is kept, never
 what is computed.
+
+A forward by a plan that recomputes nothing runs without the mode. For a budget the blocks of the
+model tell whether it is the one that was planned for: by the bytes of their arguments, and by the
+number of operations that autograd has seen so far. From the first block at which it is another one,
+the mode is there. What differs between two blocks alone is not seen.
 """
 
 import bisect
@@ -23,7 +28,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -41,9 +46,10 @@ from zoo._torch import (
     sequence_number,
     top_saved_tensors_hooks,
 )
+from zoo.engine.dispatch_keys import kernel_of
 from zoo.engine.operands import External
-from zoo.engine.operator_effects import makes_dropout_state
-from zoo.engine.recompute import HOOKS, leave_hooks, records
+from zoo.engine.operator_effects import DETACH, EFFECTS, READ_NUMBER, is_counted
+from zoo.engine.recompute import HOOKS, is_packing, leave_hooks, records
 from zoo.engine.recorder import Recorder
 from zoo.engine.replay import without_modes
 from zoo.engine.saved_tensors import prune
@@ -61,6 +67,14 @@ SMALL_PART = 16
 Visit = tuple[str, int]
 
 
+class Arrival(NamedTuple):
+    """A forward at the beginning of a block, or with an empty name at its end."""
+
+    block: str
+    number: int  # operations that autograd has seen
+    size: int  # bytes of the block's arguments, or of the forward's outputs
+
+
 @dataclass(eq=False)
 class PlannedBranch:
     """One branch of a forward, traced: its operators in order, and the segments of a plan for it.
@@ -72,6 +86,7 @@ class PlannedBranch:
         visits: index of the operator at which each call of a block begins.
         sizes: bytes that each operator returned.
         room: how many times these bytes each may return under this plan.
+        arrivals: where a forward by this plan was at each block, once known.
     """
 
     operators: Sequence[Operator]
@@ -80,15 +95,22 @@ class PlannedBranch:
     visits: dict[Visit, int]
     sizes: Sequence[int] = ()
     room: float = math.inf
+    arrivals: Sequence[Arrival] = ()
 
     def __post_init__(self) -> None:
         sizes = self.sizes or [0] * len(self.operators)
         least = max(1, sum(sizes) // (SMALL_PART * max(1, len(sizes))))
         self.limits = [self.room * max(size, least) for size in sizes]
         self.total = sum(self.limits)
-        # the segments around each step, by the index of its first operator
-        paths = _paths(self.plan, (), itertools.count())
-        self.switches = dict(zip(self.boundaries, paths, strict=False))
+        # the segments around each step
+        self.paths = [*_paths(self.plan, (), itertools.count())]
+        before = [Path(), *self.paths]
+        # those that begin or end at an operator, by its index
+        self.switches = {
+            start: path
+            for start, path, other in zip(self.boundaries, self.paths, before, strict=False)
+            if path != other
+        }
 
     def serves(self, operators: Sequence[Operator], sizes: Mapping[int, int]) -> bool:
         """Returns whether the plan fits a forward that began with these operators.
@@ -100,9 +122,14 @@ class PlannedBranch:
             size <= self.limits[index] for index, size in sizes.items() if index < count
         )
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the plan recomputes nothing."""
+        return not any(self.paths)
+
     def path_at(self, index: int) -> Path:
         """Returns the segments around an operator."""
-        return self.switches[self.boundaries[bisect.bisect_right(self.boundaries, index) - 1]]
+        return self.paths[bisect.bisect_right(self.boundaries, index) - 1]
 
 
 def fastest_branch(
@@ -138,7 +165,8 @@ class Conductor(Recorder):
         synchronized: whether the operators so far are those of the branch.
         lost: whether they ever were not.
         outgrown: whether an operator returned more than the branch has room for.
-        sizes: bytes that operators returned, by index, if a branch limits them.
+        sizes: bytes that operators returned, by index, if a branch limits them; where they are not
+            those that were traced.
         operators: those dispatched so far, if there is no branch.
         visits: as in `PlannedBranch`, if there is no branch.
         hooks: saved-tensor hooks of the forward: the engine's, or others that wrap them.
@@ -149,6 +177,8 @@ class Conductor(Recorder):
     ) -> None:
         super().__init__()
         self.hooks = hooks
+        # outside of segments autograd saves as it does without hooks; others see all that it saves
+        self._pauses_hooks = hooks is HOOKS
         self.branches = branches
         self.branch = branches[0] if branches else None
         self.synchronized, self.lost = bool(branches), not branches
@@ -163,6 +193,16 @@ class Conductor(Recorder):
         self._readers: defaultdict[int, list[weakref.ref[External]]] = defaultdict(list)
         self._saved: defaultdict[int, list[weakref.ref[Handle]]] = defaultdict(list)
         self._sequence = -1
+        self._start, self._arrivals = sequence_number(), list[Arrival]()
+        # a branch that recomputes nothing and whose blocks can tell where the forward is
+        first = branches[0] if branches else None
+        self._kept = first if first is not None and first.keeps_all and first.visits else None
+        # whether the forward runs without the mode; several paths only operators tell apart
+        self._watches = self._kept is not None and (
+            bool(self._kept.arrivals)
+            and all(branch.operators is self._kept.operators for branch in branches)
+        )
+        self._modes = 0  # how many modes there were when the forward began
         # the arguments of a switch that waits for the forward's own thread
         self._waiting: tuple[Path, bool] | None = None
 
@@ -170,16 +210,28 @@ class Conductor(Recorder):
         self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> PyTree:
         """Runs a kernel, in the segment that it belongs to."""
+        if self.recording is None and func is DETACH and not types:
+            return func._op(*args, **(kwargs or {}))
+        if self.recording is None and not types and self._is_expected(func):
+            effects = EFFECTS.get(id(func))
+            if effects is not None and (effects.ignored or effects.simple):
+                # between segments, where nothing but a write matters
+                self.index += 1
+                kwargs = kwargs or {}
+                function = func._op if effects.ignored else kernel_of(func, effects, args, kwargs)
+                out = function(*args, **kwargs)
+                if self._is_limited:
+                    self._measure(out)
+                return out
         # queries of metadata, which fake tensors dispatch and real ones do not
         is_query = getattr(func, "namespace", "") == "prim"
         if is_query or thread.replaying or not all(map(has_own_storage, types)):
             return super().__torch_dispatch__(func, types, args, kwargs)
-        # operators that only the first forward after a seed runs are in no branch
-        is_counted = not makes_dropout_state(func, args, kwargs or {})
-        if is_counted:
+        counts = is_counted(func, args, kwargs or {})
+        if counts:
             self._advance(func)
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if is_counted and self._is_limited and self.synchronized:
+        if counts and self._is_limited and self.synchronized:
             self._measure(out)
         if thread.conductor is self:
             self._sequence = sequence_number()
@@ -222,28 +274,55 @@ class Conductor(Recorder):
         if self._waiting is not None:
             self._switch_segments(*self._waiting)
 
+    def _is_expected(self, func: Operator) -> bool:
+        """Returns whether an operator is the next one of the branch, and no segment begins."""
+        branch, index = self.branch, self.index
+        return (
+            branch is not None
+            and self.synchronized
+            and not (self.outgrown or thread.replaying)
+            and index not in branch.switches
+            and index < len(branch.operators)
+            and branch.operators[index] is func
+            and func is not READ_NUMBER
+            and self._waiting is None
+        )
+
     def _measure(self, result: PyTree) -> None:
         """Notes the bytes that an operator returned, and whether the branch had room for them."""
-        index = self.index - 1
-        self.sizes[index] = size = bytes_returned(result)
-        if self.branch is not None and size > self.branch.limits[index]:
-            self.outgrown = True
+        index, branch = self.index - 1, self.branch
+        assert branch is not None, "its operators are followed"
+        size = bytes_returned(result)
+        if size != branch.sizes[index]:
+            self.sizes[index] = size
+            self.outgrown |= size > branch.limits[index]
+
+    def sizes_returned(self) -> dict[int, int]:
+        """Returns the bytes that operators returned, by index; none if no branch limits them."""
+        if self.branch is None or not self._is_limited:
+            return {}
+        return {**dict(enumerate(self.branch.sizes[: self.index])), **self.sizes}
 
     def _switch_branches(self, operators: Sequence[Operator]) -> None:
         """Switches to another branch that serves these operators; if there is none, to blocks."""
-        branch = fastest_branch(self.branches, operators, self.sizes)
+        sizes = self.sizes_returned()
+        branch = fastest_branch(self.branches, operators, sizes)
         if branch is not None:
-            self.branch, self.outgrown = branch, False
+            self.branch, self.sizes, self.outgrown = branch, sizes, False
             self._switch_segments(branch.path_at(self.index - 1), fresh=True)
             return
         self.synchronized, self.lost = False, True
         self._switch_segments((-1,) if self.depth else ())
 
-    def enter(self, block: str) -> None:
+    def enter(self, block: str, args: Args = ()) -> None:
         """Called before a block of the model runs."""
+        if self._kept is not None:
+            self._arrive(self._kept, block, args)
         visit = block, self._counts[block]
         self._counts[block] += 1
         self.depth += 1
+        if self._watches:
+            return
         if self.branch is None:
             self.visits[visit] = self.index
         else:
@@ -254,6 +333,29 @@ class Conductor(Recorder):
                 self._switch_segments(self.branch.path_at(start), fresh=True)
         if not self.synchronized:
             self._switch_segments((-1,), fresh=True)
+
+    def _arrive(self, kept: PlannedBranch, block: str, values: PyTree) -> None:
+        """Notes where the forward is; if no mode is there, compares with where it should be."""
+        arrival = Arrival(block, sequence_number() - self._start, bytes_returned(values))
+        self._arrivals.append(arrival)
+        if not self._watches:
+            return
+        number, known = len(self._arrivals) - 1, kept.arrivals
+        expected = known[number] if number < len(known) else None
+        if expected is None or arrival[:2] != expected[:2]:
+            self.synchronized, self.lost = False, True
+        elif arrival.size > expected.size * kept.room:
+            roomy = [b for b in self.branches if b.room * expected.size >= arrival.size]
+            self.branch = min(roomy, key=lambda branch: branch.room, default=kept)
+            self.outgrown = self.lost = not roomy
+            self.synchronized = bool(roomy)
+        else:
+            return
+        # modes and hooks of the program end before those that begin now, or are not there yet
+        is_free = top_saved_tensors_hooks(False) is None and len(dispatch_modes()) == self._modes
+        if block and is_free:
+            self._watches = False
+            self._begin()
 
     def leave(self) -> None:
         """Called after a block of the model ran."""
@@ -286,6 +388,16 @@ class Conductor(Recorder):
                 handle.move_to(thread.segment)
         self.path = path
         self.recording = None if thread.segment is None else thread.segment.recording
+        if self._pauses_hooks:
+            self._set_hooks()
+
+    def _set_hooks(self) -> None:
+        """Has the engine's hooks in force inside of segments, unless those of the program are."""
+        if self.recording is None:
+            if is_packing():
+                self.hooks.__exit__(None, None, None)
+        elif top_saved_tensors_hooks(False) is None and are_saved_tensors_hooks_enabled():
+            self.hooks.__enter__()
 
     def _close(self) -> None:
         """Closes the innermost segment."""
@@ -317,17 +429,28 @@ class Conductor(Recorder):
         """Runs a forward; restores the thread's state even after an interrupt."""
         try:
             with self:
-                return function()
+                outputs = function()
+                if self._kept is not None:
+                    self._arrive(self._kept, "", outputs)
         finally:
             self._leave()
+        if self._kept is self.branch is not None and not (self.lost or self.sizes):
+            self.branch.arrivals = self._arrivals
+        return outputs
 
     def __enter__(self) -> Self:
-        thread.conductor = self
-        super().__enter__()
-        self.hooks.__enter__()
-        if self.branch is not None:
-            self._switch_segments(self.branch.switches.get(0, ()))
+        thread.conductor, self._modes = self, len(dispatch_modes())
+        if not self._watches:
+            self._begin()
         return self
+
+    def _begin(self) -> None:
+        """Begins to look at each kernel."""
+        super().__enter__()
+        if not self._pauses_hooks:
+            self.hooks.__enter__()
+        if self.branch is not None:
+            self._switch_segments(self.branch.switches.get(self.index, ()))
 
     def __exit__(self, *raised: object) -> None:
         self._leave()

@@ -335,6 +335,16 @@ DROPOUT_STATE = torch.ops.aten._cudnn_init_dropout_state.default
 EMPTY_NUMBER = torch.ops.aten.empty.memory_format
 DRAWN_NUMBER = torch.ops.aten.random_.default
 READ_NUMBER = torch.ops.aten._local_scalar_dense.default
+# autograd calls it for a result that it saves, unless there are hooks for saved tensors
+DETACH = torch.ops.aten.detach.default
+
+
+def is_counted(operator: Operator, args: Args, kwargs: Kwargs) -> bool:
+    """Returns whether an operator is one of those by which a plan knows a forward.
+
+    Those are not that only some forwards of a path call: such as make the state of cuDNN's dropout.
+    """
+    return operator is not DETACH and not makes_dropout_state(operator, args, kwargs)
 
 
 def makes_dropout_state(operator: Operator, args: Args, kwargs: Kwargs) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import Node
 
-from zoo._torch import DisableTorchDispatch, FakeTensor, PyTree, sequence_number
+from zoo._torch import Args, DisableTorchDispatch, FakeTensor, PyTree, sequence_number
 from zoo.engine.devices import PACKED_SIZE
 from zoo.engine.operands import External, Reference, Value, View, external_of
 from zoo.engine.operator_effects import name_of_kernel
@@ -334,7 +334,7 @@ def version_counter_of(tensor: Tensor) -> Tensor:
 class BlockListener(Protocol):
     """Opens and closes segments between kernels (`kernel_segments.Conductor`)."""
 
-    def enter(self, block: str) -> None:
+    def enter(self, block: str, args: Args = ()) -> None:
         """Called before a block of the model runs."""
 
     def leave(self) -> None:

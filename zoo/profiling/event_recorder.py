@@ -27,7 +27,7 @@ from zoo._torch import (
     sequence_number,
 )
 from zoo.engine.dispatch_keys import kernel_of
-from zoo.engine.operator_effects import effects_of, is_view, written_by
+from zoo.engine.operator_effects import DETACH, effects_of, is_view, written_by
 from zoo.engine.recorder import KernelMode
 from zoo.engine.saved_tensors import is_in_graph
 from zoo.engine.segments import Pack, Unpack
@@ -56,7 +56,7 @@ from zoo.profiling.tensor_spec import KernelSpec, TensorSpec, storages_of, tenso
 CUDNN = torch.ops.aten._cudnn_rnn.default
 CONVERSION = torch.ops.aten._to_copy.default
 # these start no kernel
-FREE = frozenset({torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format})
+FREE = frozenset({DETACH, torch.ops.aten.empty.memory_format})
 # the number of all storages without events: of parameters, buffers and constants
 LEFT_OUT = -1
 # so many autograd nodes may be made after the one that saves a tensor: those of written views
@@ -262,7 +262,7 @@ class EventRecorder(KernelMode):
         if self._of_node is None:
             new = self._count() - len(self._nodes)
             self._nodes += [sequence_number()] * new
-            if not new and is_view(func):
+            if not new and is_view(func) and func is not DETACH:
                 self._note_regenerated(args[0])
         inputs = tensors_in((args, kwargs))
         storages = [storage for tensor in inputs for storage in storages_of(tensor)]

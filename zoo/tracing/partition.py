@@ -111,8 +111,11 @@ def partition(model: nn.Module, trace: StepTrace, blocks: Collection[str]) -> Ou
 
 
 def _first_operators(starts: Sequence[int], calls: Sequence[Call]) -> list[int]:
-    """Returns the first operator of each step: all since the last one of the step before."""
-    return [calls[start - 1].index + 1 if start else 0 for start in starts]
+    """Returns the first operator of each step.
+
+    Queries before it belong to the step before, whose custom function may yet save its tensors.
+    """
+    return [calls[start].index if start else 0 for start in starts]
 
 
 def _useful(starts: Sequence[int], calls: Sequence[Call], trace: StepTrace) -> list[int]:

@@ -105,7 +105,7 @@ class BlockMark(Patch):
         conductor = thread.conductor
         if conductor is None:
             return self._run_alone(args, kwargs) if forward is None else forward(*args, **kwargs)
-        conductor.enter(self.path)
+        conductor.enter(self.path, args)
         try:
             return (self.__wrapped__ if forward is None else forward)(*args, **kwargs)
         finally:
@@ -313,7 +313,8 @@ class PatchedForward(Patch):
                 "a copy of %s, by copy.copy or nn.DataParallel, runs block by block until there is "
                 "a plan: run a training step of the model itself before, or take a memory budget",
             )
-        conductor = Conductor(kind.branches[::-1])
+        branches = kind.branches[::-1]
+        conductor = Conductor(branches)
         outputs = conductor.run(lambda: invocation.on(forward))
         kind.took_no_branch = conductor.lost or conductor.outgrown
         if conductor.outgrown:
@@ -323,9 +324,10 @@ class PatchedForward(Patch):
                 "block by block, which may take more than the budget: sizes that no tensor among "
                 "the arguments shows are known only then. The next of this kind is planned for",
             )
-        if (used := conductor.branch) is not None:
+        if (used := conductor.branch) is not None and len(kind.branches) > 1:
             # the next forward begins with the fastest that would have served this one
-            first = fastest_branch(kind.branches[::-1], used.operators, conductor.sizes) or used
+            sizes = conductor.sizes_returned()
+            first = fastest_branch(branches, used.operators, sizes) or used
             # not in place: during a sort other threads would find the list empty
             kind.branches = sorted(kind.branches, key=lambda branch: branch is first)
         self.latest = conductor.branch

@@ -28,9 +28,10 @@ from zoo._torch import Args, FakeTensor, Kwargs, Operator, PyTree
 from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.kernel_segments import Visit, bytes_returned
 from zoo.engine.operator_effects import (
+    DETACH,
     effects_of,
+    is_counted,
     is_view,
-    makes_dropout_state,
     name_of,
     written_by,
 )
@@ -147,7 +148,7 @@ class Tracer(KernelMode):
         """Returns how many operators were dispatched."""
         return len(self._graph.operators)
 
-    def enter(self, block: str) -> None:
+    def enter(self, block: str, args: Args = ()) -> None:
         """Notes that a block begins, as `engine.kernel_segments.Conductor` does."""
         count = sum(name == block for name, _ in self._graph.visits)
         self._graph.visits[block, count] = len(self._graph.operators)
@@ -196,9 +197,13 @@ class Tracer(KernelMode):
         if thread.replaying:
             return with_present_keys(func, args, kwargs)(*args, **kwargs)
         kernel = kernel_of(func, effects_of(func), args, kwargs)
-        is_extra = self._is_of_fakes(func, frame) or makes_dropout_state(func, args, kwargs)
+        is_extra = not is_counted(func, args, kwargs) or self._is_of_fakes(func, frame)
         if is_elsewhere or is_extra:
-            return kernel(*args, **kwargs)
+            result = kernel(*args, **kwargs)
+            if func is DETACH and self._results and not is_elsewhere:
+                # in place of the result of the latest call, which the program holds by this one
+                self._results[-1].append(weakref.ref(result))
+            return result
         self._graph.operators.append(name_of(func))
         is_noted = self._guarded(self._before, func, args, kwargs, frame)
         result = kernel(*args, **kwargs)
