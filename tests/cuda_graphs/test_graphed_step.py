@@ -182,6 +182,29 @@ def test_gradients_that_are_zeroed_first_are_there_after_each_call(to_none: bool
     assert assert_twins(loop, make).replays == 7
 
 
+def test_an_optimizer_in_the_backward_may_leave_its_marks_to_the_next_call() -> None:
+    def make(graphed: bool) -> Program:
+        program = Program(graphed=False)
+        model, optimizer = program.model, program.optimizer
+        zoo.optimizer_in_backward(model, optimizer)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return program.train_by(step, graphed)
+
+    def loop(program: Program) -> Iterator[Tensor]:
+        for number in range(8):
+            yield program.step(*batch(number))
+        program.optimizer.zero_grad()
+
+    assert assert_twins(loop, make).replays == 5
+
+
 def of_blocks(change: Callable[[Block], object]) -> Callable[[Program], object]:
     """Changes the first block of a program's model."""
     return lambda program: change(program.model[0])
