@@ -302,6 +302,16 @@ def has_graphs(device: torch.device) -> bool:
     return graphs_on(device) is not None
 
 
+def check_replays(graphed: GraphedStep, steps: int) -> None:
+    """Raises GraphError if fewer than `steps` of the calls were replays."""
+    if graphed.replays < steps:
+        raise GraphError(
+            f"{graphed.replays} of {steps} training steps were replays of a CUDA graph, and others "
+            f"ran eagerly: {graphed.reason()}. Keep that as it is from step to step, or leave "
+            "cuda_graph out"
+        )
+
+
 def make_graphed_step(
     step: Callable[..., Any],
     *,
