@@ -93,9 +93,33 @@ def found() -> Any:
         OPTIMIZERS,
         VERIFIED,
         PAGE,
+        COMPARED,
         FAMILIES,
     )
     return cuda_runtime.run("\n".join((COMMON, *parts, "print(json.dumps(found))")))
+
+
+COMPARED = """
+from zoo.harness.comparison_cells import GRAPHS, expand
+from zoo.harness.config import Config, ModelConfig
+from zoo.harness import worker
+
+sizes = {"vocabulary": 100, "depth": 2, "width": 64, "heads": 2}
+model = ModelConfig("gpt2_small", "text", 4, 128, sizes, repeats=1)
+options = {"device": "cuda", "cuda_graph": True, "optimizer_in_backward": False}
+(cells,) = expand(Config("", (model,), steps=2, **options))
+del cells["timing"]
+measured = {kind: worker.work(cell, lambda *_: {})["memory"] for kind, cell in cells.items()}
+found["compared"] = [[measured[GRAPHS[kind]], measured[kind]] for kind in cells if kind in GRAPHS]
+"""
+
+
+def test_the_peak_of_a_compared_graph_is_that_of_its_step_and_of_a_batch(found: Any) -> None:
+    assert len(found["compared"]) == 2
+    for eager, graph in found["compared"]:
+        batch = 2 * 4 * 128 * 8
+        assert 0 <= graph["peak"] - eager["peak"] - batch < 1024
+        assert graph["reserved_peak"] >= graph["peak"]
 
 
 FAMILIES = """

@@ -182,6 +182,29 @@ def test_gradients_that_are_zeroed_first_are_there_after_each_call(to_none: bool
     assert assert_twins(loop, make).replays == 7
 
 
+def test_an_optimizer_in_the_backward_may_leave_its_marks_to_the_next_call() -> None:
+    def make(graphed: bool) -> Program:
+        program = Program(graphed=False)
+        model, optimizer = program.model, program.optimizer
+        zoo.optimizer_in_backward(model, optimizer)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return program.train_by(step, graphed)
+
+    def loop(program: Program) -> Iterator[Tensor]:
+        for number in range(8):
+            yield program.step(*batch(number))
+        program.optimizer.zero_grad()
+
+    assert assert_twins(loop, make).replays == 5
+
+
 def of_blocks(change: Callable[[Block], object]) -> Callable[[Program], object]:
     """Changes the first block of a program's model."""
     return lambda program: change(program.model[0])
@@ -319,6 +342,18 @@ def test_a_rate_that_changes_in_each_step_runs_eagerly_and_says_so(
     assert step.replays > 0
 
 
+def test_a_plan_that_is_made_anew_is_no_rate_that_changes_in_each_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    program = Program(graphed=True, checkpoint="blocks")
+    for number in range(16):
+        if number == 8:
+            hook(program)
+        program.step(*batch(number))
+    assert program.step.captures == 2
+    assert not [text for text in caplog.messages if "runs eagerly" in text]
+
+
 def test_a_training_is_resumed_from_a_checkpoint() -> None:
     def loop(program: Program) -> Iterator[Tensor]:
         for number in range(6):
@@ -365,6 +400,7 @@ class Counter:
         self.value = 0
 
 
+AVERAGE = torch.optim.swa_utils.AveragedModel(nn.Linear(8, 4))
 HOST = (random.Random(0), numpy.random.default_rng(0))
 
 
@@ -408,6 +444,10 @@ def refused(body: Callable[[Program, Counter, Tensor], object]) -> None:
             r"aten\.nonzero\.default at .* reads numbers of a tensor",
         ),
         (
+            lambda program, counter, output: AVERAGE.update_parameters(program.model[2]),
+            "reads numbers of a tensor .*; call update_parameters after the step",
+        ),
+        (
             lambda program, counter, output: random.random(),
             "it draws random numbers on the host, which replays would not draw again; draw them",
         ),
@@ -428,7 +468,7 @@ def refused(body: Callable[[Program, Counter, Tensor], object]) -> None:
             r"it changes counter\.value \(2, now 3\), which replays would leave as it is; change",
         ),
     ],
-    ids=["item", "nonzero", "random", "Random", "Generator", "numpy", "counter"],
+    ids=["item", "nonzero", "average", "random", "Random", "Generator", "numpy", "counter"],
 )
 def test_what_no_replay_would_do_is_refused(
     body: Callable[[Program, Counter, Tensor], object], text: str

@@ -40,6 +40,20 @@ def test_the_optimizer_in_the_backward_can_be_left_out():
     assert same == {"baseline", "checkpointed"}
 
 
+def test_graphs_are_cells_with_steps_before_the_replays():
+    (cells,), (eager,) = (
+        expand(replace(CONFIG, cuda_graph=wanted, optimizer_in_backward=False))
+        for wanted in (True, False)
+    )
+    assert list(cells) == [*eager, "baseline_graph", "checkpointed_graph"]
+    assert {cell.steps - eager["baseline"].steps for cell in cells.values() if cell.steps} == {4}
+    assert cells["timing"].key() == eager["timing"].key()
+    assert [cells[f"{kind}_graph"].model.checkpoint for kind in ("baseline", "checkpointed")] == [
+        False,
+        True,
+    ]
+
+
 def test_the_baseline_keeps_everything():
     (cells,) = expand(CONFIG)
     assert [cells[kind].model.checkpoint for kind in cells] == [False, True, True, True]

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from tests.harness.command_line import load
-from tests.report.recorded import WHERE, comparison
+from tests.report.recorded import WHERE, comparison, with_graphs
 from zoo.errors import LONGEST
-from zoo.harness.comparison_cells import KINDS
+from zoo.harness.comparison_cells import GRAPHS, KINDS
 from zoo.harness.results import Results, comparisons, parse
 from zoo.report.html_page import page
 from zoo.report.rows import differences, heading
@@ -28,11 +28,11 @@ def records(name="resnet18", **model):
     shown = {"name": name, "largest_ratio": 1.0, "size": config.size, "arguments": {"classes": 3}}
     given = {"data": config.data, "batch_size": 4, "checkpoint": True, **shown, **model}
     cell = {"device": "cpu", "dtype": "float32", "seed": 0, "steps": 2, "model": given}
-    found = comparison()
-    for kind in KINDS:
+    found = with_graphs(comparison())
+    for kind in (*KINDS, *GRAPHS):
         found[kind] |= {"key": f"{given} {kind}", "kind": kind, "cell": cell, "seconds": 1.0}
     found["timing"] |= {"environment": WHERE}
-    return [copy.deepcopy(found[kind]) for kind in KINDS]
+    return [copy.deepcopy(found[kind]) for kind in (*KINDS, *GRAPHS)]
 
 
 def places(value, path=()):
@@ -97,7 +97,7 @@ def test_what_is_taken_for_a_record_is_reported():
         (
             ["status"],
             "nonsense",
-            "status should be 'done', 'failed' or 'does not fit'; got 'nonsense'",
+            "status should be 'done', 'failed', 'does not fit' or 'refused'; got 'nonsense'",
         ),
         (["status"], "failed", "reason is missing"),
         (["memory"], MISSING, "memory is missing"),
@@ -152,7 +152,7 @@ def test_one_bad_line_loses_no_file(tmp_path, line):
     said = []
     assert list(file.read(said.append)) == [record["key"] for record in records()]
     assert [text.split(" is passed")[0] for text in said] == [
-        f"{file.path}, line {number}," for number in (1, 6)
+        f"{file.path}, line {number}," for number in (1, 2 + len(records()))
     ]
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from tests.harness.test_results import records as recorded
 from zoo.errors import ConfigError
 from zoo.harness import run as module
-from zoo.harness.comparison_cells import KINDS
+from zoo.harness.comparison_cells import GRAPHS, KINDS
 from zoo.harness.config import Config, ModelConfig
 from zoo.harness.results import Results, comparisons
 from zoo.harness.run import names_left, results_of, run
@@ -95,6 +95,41 @@ def test_the_third_variant_can_be_left_out(config, results):
     assert [list(entry) for entry in found] == [["model", "baseline", "checkpointed", "timing"]] * 2
     assert len(results_of(config).read()) == 6
     assert list(comparisons(results_of(config).read().values())[0]) == list(found[0])
+
+
+def test_graphs_follow_where_the_device_has_them(config, results, monkeypatch):
+    refused = {"status": "refused", "reason": "it waits"}
+    graph = {"replay_seconds": [0.5]}
+    results(
+        lambda cell: refused if cell.kind == "baseline_graph"
+        else measured(cell) | (graph if cell.kind in GRAPHS else {})
+    )  # fmt: skip
+    monkeypatch.setattr(module, "has_graphs", lambda device: device.type == "cpu")
+    console, asked = quiet(), replace(config, cuda_graph=True)
+    found = run(asked, console)
+    lines = console.file.getvalue().splitlines()
+    assert lines[4] == "[ 5/14] resnet18 baseline graph: refused, it waits (0 s)"
+    assert lines[5].startswith("[ 6/14] resnet18 checkpointed graph: step peak 3 B, a replay takes")
+    assert [row.faults for row in rows(found)] == [()] * 2
+    stored = comparisons(results_of(config).read().values())
+    assert [row.notes for row in rows(stored)] == [row.notes for row in rows(found)] != [()] * 2
+    results(broken)
+    assert run(asked, quiet())[0]["baseline_graph"]["status"] == "refused"
+    # of fewer steps, with which no graph can be compared
+    results(measured)
+    run(config, quiet())
+    assert not {*GRAPHS} & {*comparisons(results_of(config).read().values())[0]}
+
+
+def test_a_device_without_graphs_is_named_and_the_comparison_goes_on(config, results):
+    console = quiet()
+    found = run(replace(config, cuda_graph=True), console)
+    line, *lines = console.file.getvalue().splitlines()
+    assert line == (
+        "cuda_graph is not in force: device cpu has no CUDA graphs; all steps are eager ones"
+    )
+    assert len(lines) == 8
+    assert not {*GRAPHS} & {*found[0]}
 
 
 def varying(cell):

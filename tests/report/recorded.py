@@ -122,6 +122,29 @@ def comparison(loss: str = "a", name: str = "resnet50", **cells: Any) -> dict[st
     }
 
 
+def graph(kind: str, digests: list[dict[str, str]], **more: Any) -> dict[str, Any]:
+    """A record of a variant as a CUDA graph."""
+    chosen = {"name": MODEL["name"], "checkpoint": kind != "baseline_graph"}
+    cell = {"device": "cuda", "dtype": "float32", "seed": 0, "steps": 2, "model": MODEL | chosen}
+    memory = {"peak": 3 * MIB, "reserved_peak": 5 * MIB}
+    seconds = {"memory": memory, "digests": digests, "replay_seconds": [0.5, 0.5, 2.0]}
+    return {
+        "status": "done",
+        "kind": kind,
+        "parameters": 25_557_032,
+        "cell": cell,
+        **seconds,
+        **more,
+    }
+
+
+def with_graphs(found: dict[str, Any], **cells: Any) -> dict[str, Any]:
+    """A comparison with its variants as CUDA graphs."""
+    kinds = ("baseline", "checkpointed", "optimizer_in_backward")
+    graphs = {f"{kind}_graph": graph(f"{kind}_graph", found[kind]["digests"]) for kind in kinds}
+    return found | graphs | cells
+
+
 def older(found: dict[str, Any]) -> dict[str, Any]:
     """A comparison from before there was a third variant."""
     found = {kind: part for kind, part in found.items() if kind != "optimizer_in_backward"}

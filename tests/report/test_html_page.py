@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.report.recorded import MIB, PLACE, comparison, older, plain
+from tests.report.recorded import MIB, PLACE, comparison, older, plain, with_graphs
 from zoo.report.charts import CATEGORIES, categories_chart
 from zoo.report.html_page import page
 from zoo.report.rows import Heading, rows
@@ -293,6 +293,16 @@ def test_a_failed_cell_and_a_difference_are_said() -> None:
     assert text.count("✗ not exact") == 2
     everything = {"baseline": FAILED, "checkpointed": FAILED, "timing": FAILED}
     assert "killed by SIGKILL" in page([comparison(**everything)], HEADING)
+
+
+def test_graphs_are_columns_of_the_page_and_refusals_sentences() -> None:
+    refused = {"status": "refused", "reason": "it waits for <b>"}
+    text = page([with_graphs(comparison(), baseline_graph=refused), comparison()], HEADING)
+    columns = [f"as CUDA graphs: {name}" for name in ("step peak", "reserved", "step time")]
+    assert re.findall(r"<th [^>]*>(as CUDA[^<]*)</th>", text) == columns
+    assert re.findall(r'data-label="(as CUDA[^"]*)"', text) == columns * 2
+    assert "resnet50 baseline as a CUDA graph is refused: it waits for &lt;b&gt;" in text
+    assert "refused → " in re.sub("<[^>]+>|\xa0", lambda found: " "[: found[0] == "\xa0"], text)
 
 
 def test_names_are_text_and_no_markup() -> None:

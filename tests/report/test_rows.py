@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from tests.report import recorded
-from tests.report.recorded import WHERE
+from tests.report.recorded import WHERE, graph, with_graphs
 from zoo.report.html_page import page
-from zoo.report.rows import VARIANTS, heading, median, quartiles, rows
+from zoo.report.rows import GRAPHS, VARIANTS, heading, median, quartiles, rows
 from zoo.report.text_report import show, write_report
 
 MODEL = recorded.MODEL | {"largest_ratio": 0.3}
@@ -81,7 +81,7 @@ def test_reserved_memory_stands_beside_allocated_where_the_device_has_it():
     assert (first["reserved"], other["reserved"]) == ("3.91 KiB → 1000 B (0.250)", "— → —")
     (on_cpu,) = rows([comparison()])
     assert "reserved" not in cells(on_cpu)
-    assert on_cpu.peaks["reserved_peak"] == dict.fromkeys(VARIANTS)
+    assert on_cpu.peaks["reserved_peak"] == dict.fromkeys([*VARIANTS, *GRAPHS])
 
 
 def test_numbers_are_those_of_the_records():
@@ -130,6 +130,59 @@ def test_a_third_variant_is_compared_in_all_but_its_freed_gradients(name):
         (fault,) = row.faults
         assert fault.startswith("resnet50 with the optimizer in the backward is not exact: it ")
         assert f"{name} from step {step} on" in fault
+
+
+def test_graphs_stand_beside_the_eager_steps():
+    found = cells(rows([with_graphs(three())])[0], VARIANTS)
+    peaks = "3.00 MiB → 3.00 MiB → 3.00 MiB (0.003)"
+    assert [*found.items()][-4:-1] == [
+        ("as CUDA graphs: step peak", peaks),
+        ("as CUDA graphs: reserved", "5.00 MiB → 5.00 MiB → 5.00 MiB"),
+        # of 0.5 / 1, 0.5 / 2 and 2 / 4
+        ("as CUDA graphs: step time", "×0.50 → ×0.50 → ×0.50"),
+    ]
+    assert found["exact"] == "yes"
+    assert not [name for name in cells(rows([three()])[0], VARIANTS) if "graph" in name]
+
+
+def test_graphs_are_in_each_file_of_a_report(tmp_path):
+    found = [with_graphs(three()), three()]
+    written = write_report(rows(found), heading(found, "mine", "command"), tmp_path)
+    assert " as CUDA graphs: reserved |" in written.read_text()
+    first, other = table(written, "models.csv")
+    assert first["peak_bytes_checkpointed_graph"] == str(3 * 2**20)
+    assert first["reserved_peak_bytes_checkpointed_graph"] == str(5 * 2**20)
+    assert first["time_ratio_median_baseline_graph"] == "0.5"
+    assert other["peak_bytes_baseline_graph"] == ""
+    assert table(written, "timings.csv")[0]["seconds_checkpointed_graph"] == "0.5"
+    assert "ring: a replay as a CUDA graph" in written.with_name("comparison.svg").read_text()
+
+
+def test_a_graph_of_other_numbers_is_a_fault():
+    other = graph("checkpointed_graph", [{"loss": "a"}, {"loss": "b"}])
+    (row,) = rows([with_graphs(three(), checkpointed_graph=other)])
+    assert row.exact is False
+    assert row.faults == (
+        "resnet50 checkpointed as a CUDA graph is not exact: it differs in gradients from step 1 "
+        "on, loss from step 2 on",
+    )
+
+
+def test_a_graph_that_is_refused_is_a_sentence_and_no_fault():
+    refused = {"status": "refused", "reason": "the step reads numbers of a tensor"}
+    given = [with_graphs(three(), baseline_graph=refused), three()]
+    first, other = rows(given)
+    assert (first.exact, first.faults) == (True, ())
+    sentence = "resnet50 baseline as a CUDA graph is refused: the step reads numbers of a tensor"
+    assert first.notes == (sentence,)
+    column = "as CUDA graphs: step time"
+    assert cells(first)[column] == "— → ×0.50 → ×0.50"
+    assert cells(first)["as CUDA graphs: step peak"].startswith("refused → 3.00 MiB")
+    assert cells(other)[column] == "— → — → —"
+    console = Console(file=io.StringIO(), width=500)
+    show([first, other], "", console)
+    assert {column, "yes"} <= {*re.split(r"\s{2,}", console.file.getvalue())}
+    assert sentence in console.file.getvalue().splitlines()
 
 
 def test_a_checkpointed_model_without_gradients_is_not_exact():

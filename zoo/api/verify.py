@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from zoo._torch import DisableTorchDispatch, PyTree
 from zoo.api.checkpoint import checkpoint as put_in_force, plan_of, uncheckpoint
 from zoo.api.track import floating_in, optimizer_of, own_copy, train_step
-from zoo.cuda_graphs.graphed_step import WARM_UPS, GraphedStep, has_graphs
+from zoo.cuda_graphs.graphed_step import WARM_UPS, GraphedStep, check_replays, has_graphs
 from zoo.engine.devices import random_state_restored, read_streams, set_streams
 from zoo.engine.replay_check import OTHER_NUMBERS, checking
 from zoo.engine.saved_tensors import pack, unpack
 from zoo.engine.unseen_writes import without_fingerprints
-from zoo.errors import ArgumentError, GraphError, RecomputeError
+from zoo.errors import ArgumentError, RecomputeError
 from zoo.invocation import Inputs, Invocation, check_step, device_of
 from zoo.loss import Loss
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
@@ -125,7 +125,7 @@ def verify(
                 other = training(option, cuda_graph=cuda_graph)
                 first, plans, compared = _train_pair(training(), other, batches)
             if first is None and other.graphed is not None:
-                _check_replays(other.graphed, steps)
+                check_replays(other.graphed, steps)
             if first is None and check is not None and (differing := check.take()):
                 note = f"it {OTHER_NUMBERS.partition('.')[0]}"
                 first = Difference("replayed tensor", str(differing[0]), steps, note=note)
@@ -162,15 +162,6 @@ def weighted_sum(outputs: PyTree) -> Tensor:
         weights = weights.to(dtype) / max(numbers.numel(), 1) ** 0.5
         parts.append((numbers.to(dtype).reshape(-1) * weights).sum())
     return sum((part.to(parts[0]) for part in parts[1:]), parts[0])
-
-
-def _check_replays(graphed: GraphedStep, steps: int) -> None:
-    if graphed.replays < steps:
-        raise GraphError(
-            f"{graphed.replays} of {steps} training steps were replays of a CUDA graph, and others "
-            f"ran eagerly: {graphed.reason()}. Keep that as it is from step to step, or verify "
-            "without cuda_graph"
-        )
 
 
 def _batch(inputs: Inputs | Callable[[int], Inputs], step: int) -> Invocation:

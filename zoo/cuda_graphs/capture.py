@@ -32,8 +32,12 @@ class DeviceGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self.module: Any = torch.get_device_module(device)
-        # one for all steps of the device: libraries keep a workspace for each stream
-        self.stream = self.module.Stream(device)
+        self.device = device
+
+    @functools.cached_property
+    def stream(self) -> Any:
+        """One for all steps of the device, since libraries keep a workspace for each stream."""
+        return self.module.Stream(self.device)
 
     def pool(self) -> Pool:
         """Returns a pool of memory that several graphs may share."""

@@ -43,7 +43,7 @@ RARE = 16
 MOST_GRAPHS, MOST_KINDS = 8, 64
 # ways in which calls of a kind may begin that are remembered, as those of micro-batches
 MOST_TRIALS = 4
-# calls after the warm-ups until a kind that changes from call to call counts as unstable, and the
+# calls beyond the warm-ups that each change something until their kind counts as unstable, and the
 # most calls between two looks at one
 PATIENCE, LONGEST_WAIT = 6, 64
 _log = logging.getLogger("zoo")
@@ -71,7 +71,7 @@ class Kind:
     graphs: list[CapturedStep] = field(default_factory=list)
     # how many of the latest calls met an obstacle: one that plans, say, counts for nothing
     obstacles: int = 0
-    # why the latest call could not be captured, and how often in a row calls could not
+    # why the latest call could not be captured, and how many could not since the latest capture
     changing: str = ""
     misses: int = 0
     # calls that are not observed before the next that is
@@ -242,12 +242,15 @@ class GraphedStep:
 
     def _note_miss(self, kind: Kind) -> None:
         """Looks less often at a kind that changes from call to call, and says so once."""
-        if kind.calls < self._warm_ups() + PATIENCE or kind.trials[-1].is_repeated:
+        if kind.trials[-1].is_repeated:
             return
         kind.misses += 1
-        if kind.misses % 2 == 0:
+        late = kind.misses - self._warm_ups() - PATIENCE
+        if late < 0:
+            return
+        if late % 2 == 1:
             # two calls in a row are compared
-            kind.wait = min(2 ** (kind.misses // 2), LONGEST_WAIT)
+            kind.wait = min(2 ** (late // 2 + 1), LONGEST_WAIT)
         if not self._is_warned and kind.changing:
             self._is_warned = True
             _log.warning(
@@ -300,6 +303,16 @@ class GraphedStep:
 def has_graphs(device: torch.device) -> bool:
     """Returns whether steps on a device are captured, not run as they are."""
     return graphs_on(device) is not None
+
+
+def check_replays(graphed: GraphedStep, steps: int) -> None:
+    """Raises GraphError if fewer than `steps` of the calls were replays."""
+    if graphed.replays < steps:
+        raise GraphError(
+            f"{graphed.replays} of {steps} training steps were replays of a CUDA graph, and others "
+            f"ran eagerly: {graphed.reason()}. Keep that as it is from step to step, or leave "
+            "cuda_graph out"
+        )
 
 
 def make_graphed_step(

@@ -41,7 +41,10 @@ IDLE = {torch.ops.aten.detach.default, torch.ops.aten.empty.memory_format}
 # called with what Python made of its own numbers
 LIFTED = "aten::lift_fresh"
 # files of torch in which a kernel has a way out of its own
-WAYS_OUT = {"clip_grad.py": "pass error_if_nonfinite=False"}
+WAYS_OUT = {
+    "clip_grad.py": "pass error_if_nonfinite=False",
+    "swa_utils.py": "call update_parameters after the step",
+}
 KEEP_ON_DEVICE = "keep it on the device: with torch.where, masks, or an index of fixed size"
 # stands for a tensor that the step made itself
 OWN = "a tensor of the step"

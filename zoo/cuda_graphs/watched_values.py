@@ -232,7 +232,7 @@ class TensorLocation:
         self.is_gradient = is_gradient
         tensor = read()
         self.address, self.requires_grad = _address(tensor)
-        storage = storage_of(tensor) if isinstance(tensor, Tensor) else None
+        storage = storage_of(tensor) if self.address > 0 else None
         # the address of its storage, of which it may be a part
         self.storage = NOWHERE if storage is None else storage.data_ptr()
 

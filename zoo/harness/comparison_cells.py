@@ -8,14 +8,21 @@ Each model of a config has four. A cell whose key already has a result is not me
                             config leaves it out
     timing                  one model as each of these on the same batches, step by step in turn
 
-and a fifth where one of the others differs from the baseline:
+others if the config asks for CUDA graphs:
+
+    baseline_graph          steps with digests by `zoo.make_graphed_step`, the memory of the one
+                            that is captured, and the times of replays
+    checkpointed_graph, optimizer_in_backward_graph
+                            the same by the plans of these variants
+
+and one where a training differs from the baseline:
 
     baseline_again          the baseline once more, which may differ from itself
 """
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -23,13 +30,25 @@ from typing import Any, Literal
 
 import torch
 
+from zoo.cuda_graphs.graphed_step import WARM_UPS
 from zoo.harness.config import Config, ModelConfig
 from zoo.planner.plan import Plan
 from zoo.planner.schemes import NAMES
 
-Kind = Literal["baseline", "checkpointed", "optimizer_in_backward", "timing", "baseline_again"]
+Graph = Literal["baseline_graph", "checkpointed_graph", "optimizer_in_backward_graph"]
+Kind = Literal[
+    "baseline", "checkpointed", "optimizer_in_backward", "timing", "baseline_again", Graph
+]
 # the cells of each model
 KINDS: Sequence[Kind] = ("baseline", "checkpointed", "optimizer_in_backward", "timing")
+# and those of CUDA graphs, with what each trains as a graph
+GRAPHS: Mapping[Kind, Kind] = {
+    "baseline_graph": "baseline",
+    "checkpointed_graph": "checkpointed",
+    "optimizer_in_backward_graph": "optimizer_in_backward",
+}
+# steps before one that is captured; the first of a stream has no state from before
+EAGER_STEPS = 1 + WARM_UPS
 
 
 @dataclass(frozen=True)
@@ -72,7 +91,9 @@ class Cell:
 
 def expand(config: Config) -> list[dict[Kind, Cell]]:
     """Returns the cells of each model of a config, in the order in which they run."""
-    kinds = [k for k in KINDS if k != "optimizer_in_backward" or config.optimizer_in_backward]
+    kinds = [*KINDS, *(GRAPHS if config.cuda_graph else ())]
+    if not config.optimizer_in_backward:
+        kinds = [kind for kind in kinds if GRAPHS.get(kind, kind) != "optimizer_in_backward"]
     return [{kind: _cell(kind, model, config) for kind in kinds} for model in config.models]
 
 
@@ -80,12 +101,14 @@ def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
     # options that a kind does not use are constants, so that they do not change its key: one
     # baseline serves every plan, and largest_ratio is judged after measuring
     unused: dict[str, Any] = {"largest_ratio": 1.0, "accelerator_batch_size": None, "repeats": 1}
-    is_timing = kind == "timing"
+    is_timing, is_graph = kind == "timing", kind in GRAPHS
     return Cell(
         kind=kind,
-        model=replace(model, checkpoint=kind != "baseline" and model.checkpoint, **unused),
-        steps=0 if is_timing else config.steps,
-        repeats=model.repeats if is_timing else 0,
+        model=replace(
+            model, checkpoint=GRAPHS.get(kind, kind) != "baseline" and model.checkpoint, **unused
+        ),
+        steps=0 if is_timing else config.steps + EAGER_STEPS * config.cuda_graph,
+        repeats=model.repeats if is_timing or is_graph else 0,
         device=config.device,
         dtype=config.dtype,
         seed=config.seed,

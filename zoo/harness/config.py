@@ -177,6 +177,8 @@ class Config:
     """draw in the report what each budget costs: seconds to a minute per model more"""
     optimizer_in_backward: bool = True
     """measure a third variant: checkpointed, with the optimizer in the backward"""
+    cuda_graph: bool = False
+    """train each variant as a CUDA graph, too (zoo.make_graphed_step), on devices that have them"""
     fresh: bool = False
     """measure again what was measured before"""
     memory_limit: Memory | None = None
@@ -200,7 +202,8 @@ KEYS = MODEL_KEYS | RUN_KEYS
 
 # keys that change no number in a result
 HOW_NOT_WHAT = {
-    *("output", "timeout", "fresh", "frontier", "optimizer_in_backward", "compare", "tolerance")
+    *("output", "timeout", "fresh", "frontier", "optimizer_in_backward", "cuda_graph"),
+    *("compare", "tolerance"),
 }
 # keys which, given on the command line, invalidate a config's `largest_ratio`
 OTHER_EXPERIMENT = {

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, create_model
 
 from zoo.errors import ConfigError, file_errors_as, shortened_text
-from zoo.harness.comparison_cells import Kind
+from zoo.harness.comparison_cells import GRAPHS, Kind
 from zoo.harness.config import Count, Share, Size, reason
 from zoo.planner.plan import Plan
 
@@ -24,7 +24,7 @@ Comparison = dict[str, Any]
 # keys that may differ between the cells of one experiment
 BY_KIND = {"kind", "steps", "repeats", "frontier", "plan"}
 BY_KIND |= {"optimizer_in_backward", "plan_in_backward"}
-OF_BASELINE = {"baseline", "baseline_again"}
+OF_BASELINE = {"baseline", "baseline_again", "baseline_graph"}
 MODEL_BY_KIND = {"checkpoint", "repeats", "largest_ratio", "accelerator_batch_size"}
 NOTHING: Record = {"status": "failed", "reason": "there is no result"}
 
@@ -92,6 +92,7 @@ OPTIONAL = {
     "step_seconds": _mapping(
         {"optimizer_in_backward": Repeats}, baseline=Repeats, checkpointed=Repeats
     ),
+    "replay_seconds": Repeats,
     "missing": dict[str, str],
     "timeline": TIMELINE,
     "steps": STEPS,
@@ -103,7 +104,7 @@ RECORD = _mapping(
     OPTIONAL,
     key=str,
     kind=Kind,
-    status=Literal["done", "failed", "does not fit"],
+    status=Literal["done", "failed", "does not fit", "refused"],
     cell=CELL,
     seconds=Number,
 )
@@ -174,8 +175,9 @@ def parse(line: bytes | str) -> Record:
 def _check(record: Any) -> None:
     """Raises ValueError if something is missing, or lists do not match."""
     # a report without these would find no fault in a cell that is done
-    measured = ("step_seconds",) if record.kind == "timing" else ("memory", "digests")
-    needed = measured if record.status == "done" else ("reason",)
+    measured = ["step_seconds"] if record.kind == "timing" else ["memory", "digests"]
+    measured += ["replay_seconds"] * (record.kind in GRAPHS)
+    needed = measured if record.status == "done" else ["reason"]
     missing = [key for key in needed if not getattr(record, key)]
     has_activations = record.kind in ("baseline", "checkpointed") and record.memory
     if has_activations and "activation_peak" not in record.memory.model_fields_set:
@@ -207,9 +209,9 @@ def comparisons(records: Iterable[Record], *, partial: bool = False) -> list[Com
     """Groups the records of cells by model, without the config that they came from.
 
     Each checkpointed cell is a comparison, with the baseline of the same experiment, the last
-    timing of its plan, and, if they are there, the cell with the optimizer in the backward and the
-    baseline trained again. If `partial`, an experiment without a checkpointed cell is a comparison,
-    too.
+    timing of its plan, and, if they are there, the cell with the optimizer in the backward, CUDA
+    graphs of as many steps, and the baseline trained again. If `partial`, an experiment without a
+    checkpointed cell is a comparison, too.
     """
     latest: dict[tuple[str, str, str | None], Record] = {}
     for record in records:
@@ -227,6 +229,11 @@ def comparisons(records: Iterable[Record], *, partial: bool = False) -> list[Com
         if kind == "checkpointed":
             measured = latest.get(("timing", experiment, str(record.get("plan"))))
             third = latest.get(("optimizer_in_backward", experiment, option))
+            graphs = {
+                kind: latest.get((kind, experiment, None if kind in OF_BASELINE else option))
+                for kind in GRAPHS
+            }
+            steps = record["cell"].get("steps")
             second = latest.get(("baseline_again", experiment, None))
             together.append(
                 {
@@ -235,6 +242,11 @@ def comparisons(records: Iterable[Record], *, partial: bool = False) -> list[Com
                     "checkpointed": record,
                     **({"optimizer_in_backward": third} if third else {}),
                     "timing": measured or latest.get(("timing", experiment, option), NOTHING),
+                    **{
+                        kind: graph
+                        for kind, graph in graphs.items()
+                        if graph and graph["cell"].get("steps") == steps
+                    },
                     **({"baseline_again": second} if second else {}),
                 }
             )

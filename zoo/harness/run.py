@@ -18,10 +18,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
+from zoo.cuda_graphs.graphed_step import has_graphs
 from zoo.engine.devices import is_available
 from zoo.errors import ConfigError
 from zoo.harness.comparison_cells import Cell, again, expand
@@ -30,10 +32,11 @@ from zoo.harness.processes import check_limit, outcome
 from zoo.harness.results import Comparison, Record, Results
 from zoo.harness.worker import first_fault, locate, work
 from zoo.profiling.progress import is_wanted
-from zoo.report.rows import UNFIT, is_unlike_baseline, quartiles
+from zoo.report.rows import is_unlike_baseline, quartiles
 from zoo.units import format_bytes, format_seconds
 
 CHECK_TIMEOUT = 600  # seconds
+NO_GRAPHS = "cuda_graph is not in force: device {} has no CUDA graphs; all steps are eager ones"
 
 
 def results_of(config: Config) -> Results:
@@ -54,6 +57,9 @@ def run(config: Config, console: Console) -> list[Comparison]:
             f"device {config.device}: torch finds none on this machine; --device cpu runs anywhere"
         )
     check_limit(config.memory_limit, config.device)
+    if config.cuda_graph and not has_graphs(torch.device(config.device)):
+        config = replace(config, cuda_graph=False)
+        console.print(NO_GRAPHS.format(config.device), highlight=False, soft_wrap=True)
     results = results_of(config)
     results.prepare(fresh=config.fresh)
     records = results.read().items()
@@ -144,10 +150,12 @@ def _result_words(record: Record) -> str:
     if record["status"] == "failed":
         return f"failed, {record['reason']}"
     took = f" ({record['seconds']:.0f} s{', measured before' if record.get('cached') else ''})"
-    if record["status"] == UNFIT:
-        return f"does not fit, {record['reason']}{took}"
+    if "reason" in record:
+        return f"{record['status']}, {record['reason']}{took}"
     if record["kind"] != "timing":
-        return f"step peak {format_bytes(record['memory']['peak'])}{took}"
+        replays = record.get("replay_seconds")
+        time = f", a replay takes {format_seconds(median(replays))}" if replays else ""
+        return f"step peak {format_bytes(record['memory']['peak'])}{time}{took}"
     baseline = record["step_seconds"]["baseline"]
     times = f"a step takes {format_seconds(median(baseline))}"
     for variant, seconds in record["step_seconds"].items():

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from zoo.api.checkpoint import uncheckpoint
 from zoo.catalog import create
+from zoo.cuda_graphs.graphed_step import GraphedStep, make_graphed_step
 from zoo.engine.devices import read_streams
 from zoo.harness.comparison_cells import Cell, Kind
 from zoo.harness.data import Batch
@@ -59,6 +60,7 @@ class Training:
             in_backward = PatchedForward(self.model, option, None)
         self._patches = {"checkpointed": own, "optimizer_in_backward": in_backward}
         self._handle: OptimizerInBackward | None = None
+        self._run: Callable[..., tuple[Tensor, Any]] = self._train
 
     def switch(self, variant: Kind) -> None:
         """Switches to a variant: with or without the plan, with the optimizer in the backward."""
@@ -72,12 +74,17 @@ class Training:
 
     def step(self, batch: Batch) -> Tensor:
         """Runs forward, backward and optimizer on a batch and returns the loss ()."""
-        self.optimizer.zero_grad(set_to_none=True)
-        with self.autocast:
-            loss = self._loss(batch)
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
+        loss, self._state = self._run(batch.inputs, batch.targets, self._state)
+        return loss
+
+    def as_graph(self) -> GraphedStep:
+        """Makes steps from now on those of a CUDA graph; raises GraphError if they cannot be."""
+        for group in self.optimizer.param_groups:
+            # a fused optimizer counts its steps on the device with or without
+            group.update({"capturable": True} if "capturable" in group else {})
+        graphed = make_graphed_step(self._train, model=self.model, optimizer=self.optimizer)
+        self._run = graphed
+        return graphed
 
     def arguments(self, batch: Batch) -> tuple[Any, ...]:
         """Returns the model's arguments: a batch, and the state after the previous one."""
@@ -88,14 +95,22 @@ class Training:
         is_text = self._data in ("text", "stream")
         return None if is_text else partial(F.cross_entropy, target=batch.targets)
 
-    def _loss(self, batch: Batch) -> Tensor:
+    def _train(self, inputs: Tensor, targets: Tensor, state: Any) -> tuple[Tensor, Any]:
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.autocast:
+            loss, state = self._loss(Batch(inputs, targets), state)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach(), state
+
+    def _loss(self, batch: Batch, state: Any) -> tuple[Tensor, Any]:
         # local to this method, so that logits do not outlive the forward
-        returned = self.model(*self.arguments(batch))
+        returned = self.model(*batch.arguments(self._data, state))
         if self._data == "stream":
             returned, state = returned
-            self._state = self.model.detach(state)
+            state = self.model.detach(state)
         loss = self.outer_loss(batch)
-        return returned if loss is None else loss(returned)  # type: ignore[no-any-return]
+        return returned if loss is None else loss(returned), state
 
 
 def step_digests(model: nn.Module, loss: Tensor) -> dict[str, str]:

@@ -8,21 +8,22 @@ import contextlib
 import gc
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zoo.api.checkpoint import outline_of, plan_of
 from zoo.api.plan import planner_for
 from zoo.api.track import track
 from zoo.catalog import create
-from zoo.engine.devices import synchronize
+from zoo.cuda_graphs.graphed_step import check_replays
+from zoo.engine.devices import release_cached, synchronize
 from zoo.engine.recorder import KernelMode
-from zoo.errors import ZooError, in_a_line
-from zoo.harness.comparison_cells import Cell, Kind
+from zoo.errors import GraphError, ZooError, in_a_line
+from zoo.harness.comparison_cells import EAGER_STEPS, GRAPHS, Cell, Kind
 from zoo.harness.data import Batch, batches
 from zoo.harness.environment import environment
 from zoo.harness.processes import limited
@@ -30,8 +31,9 @@ from zoo.harness.training import Training, step_digests
 from zoo.invocation import Invocation
 from zoo.planner.plan import Plan, thinned
 from zoo.planner.schemes import segments
-from zoo.profiling.peak_memory import measure_step
+from zoo.profiling.peak_memory import StepMemory, measure_step
 from zoo.profiling.timeline import Timeline
+from zoo.report.rows import REFUSED
 from zoo.verification.determinism import deterministic_algorithms
 
 Result = dict[str, Any]
@@ -67,7 +69,10 @@ def work(cell: Cell, also: Also = details) -> Result:
     with deterministic_algorithms(cell.deterministic):
         _set_device(cell)
         with limited(cell.memory_limit, cell.device):
-            result = _time(cell) if cell.kind == "timing" else _measure(cell, also)
+            if cell.kind in GRAPHS:
+                result = _measure_graph(cell)
+            else:
+                result = _time(cell) if cell.kind == "timing" else _measure(cell, also)
     return result | {"environment": environment(cell.device)}
 
 
@@ -93,31 +98,77 @@ def _measure(cell: Cell, also: Also) -> Result:
     """
     training = Training(cell)
     training.switch(cell.kind)
-    model, optimizer = training.model, training.optimizer
+    model = training.model
     *first, last = batches(cell.model, cell.steps, cell.seed, cell.device)
     digests = [step_digests(model, training.step(batch)) for batch in first]
-    losses: list[Tensor] = []
-    inputs = [last.inputs, last.targets]
-    memory = measure_step(lambda: losses.append(training.step(last)), model, optimizer, inputs)
+    loss, memory = _traced_step(training, last)
+    digests.append(step_digests(model, loss))
     # kernel workspaces are in the timeline on the CPU
     on_cpu = cell.device == "cpu"
-    with track(model, optimizer=optimizer, inputs=inputs, allocator=on_cpu) as timeline:
+    inputs = [last.inputs, last.targets]
+    with track(model, optimizer=training.optimizer, inputs=inputs, allocator=on_cpu) as timeline:
         training.step(last)
     tensors = {name: getattr(timeline, name) for name in ("tensor_peak", "tensor_activation_peak")}
-    plan = plan_of(model)
-    result = {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "plan": None if plan is None else plan.text(),
-        "digests": [*digests, step_digests(model, losses[0])],
-        "memory": asdict(memory) | tensors,
-    }
-    if memory.reserved_peak is None:
-        # absent on the CPU, where nothing is reserved
-        del result["memory"]["reserved_peak"]
+    result = _described(model, digests) | {"memory": _known(asdict(memory) | tensors)}
     if cell.kind == "optimizer_in_backward":
         # the allocator's events do not show which blocks were gradients
         del result["memory"]["activation_peak"]
     return result | also(training, cell, last, timeline)
+
+
+def _traced_step(training: Training, batch: Batch) -> tuple[Tensor, StepMemory]:
+    """Trains on a batch and returns the loss and the memory of the step."""
+    losses: list[Tensor] = []
+    inputs = [batch.inputs, batch.targets]
+    memory = measure_step(
+        lambda: losses.append(training.step(batch)), training.model, training.optimizer, inputs
+    )
+    return losses[0], memory
+
+
+def _described(model: nn.Module, digests: Sequence[Mapping[str, str]]) -> Result:
+    plan = plan_of(model)
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "plan": None if plan is None else plan.text(),
+        "digests": digests,
+    }
+
+
+def _known(memory: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out what is reserved on the CPU, where nothing is."""
+    return {name: size for name, size in memory.items() if (name, size) != ("reserved_peak", None)}
+
+
+def _measure_graph(cell: Cell) -> Result:
+    """Computes digests after each step, the last ones replays of a graph; then times replays.
+
+    The memory is that of the step that is captured: it allocates what the graph keeps, and replays
+    allocate nothing. A step that cannot be a graph has the reason for that as its result.
+    """
+    training = Training(cell)
+    training.switch(GRAPHS[cell.kind])
+    data = batches(cell.model, cell.steps + cell.repeats, cell.seed, cell.device)
+    digests, peaks, seconds = [], {}, []
+    try:
+        graphed = training.as_graph()
+        for batch in data[: cell.steps]:
+            replays = graphed.replays
+            # as torch does before a capture
+            release_cached(batch.inputs.device)
+            loss, memory = _traced_step(training, batch)
+            if not replays:
+                peaks = _known({"peak": memory.peak, "reserved_peak": memory.reserved_peak})
+            digests.append(step_digests(training.model, loss))
+        with _garbage_kept():
+            for batch in data[cell.steps :]:
+                # a traced step begins without gradients, and another beginning is another graph
+                training.optimizer.zero_grad()
+                seconds.append(_seconds(training, batch))
+        check_replays(graphed, len(data) - EAGER_STEPS)
+    except GraphError as error:
+        return {"status": REFUSED, "reason": str(error)}
+    return _described(training.model, digests) | {"memory": peaks, "replay_seconds": seconds}
 
 
 def _steps(training: Training, cell: Cell, batch: Batch) -> Result:
@@ -162,18 +213,25 @@ def _time(cell: Cell) -> Result:
     for variant in variants:
         training.switch(variant)
         training.step(warm_up)
-    gc.collect()
-    gc.disable()
-    try:
+    with _garbage_kept():
         for number, batch in enumerate(data):
             # A B C, C B A, A B C, ...: a disturbance of the machine affects all variants, and none
             # always finds the caches warmed by another
             for variant in variants[:: -1 if number % 2 else 1]:
                 training.switch(variant)
                 seconds[variant].append(_seconds(training, batch))
+    return {"step_seconds": seconds}
+
+
+@contextlib.contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Collects garbage, and none within the block."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
     finally:
         gc.enable()
-    return {"step_seconds": seconds}
 
 
 def _seconds(training: Training, batch: Batch) -> float:

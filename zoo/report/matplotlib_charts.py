@@ -26,7 +26,7 @@ from zoo.planner.plan import Plan
 from zoo.report import charts
 from zoo.report.escaping import visible
 from zoo.report.pictures import check_picture
-from zoo.report.rows import Heading, ModelRow, median, quartiles, variants
+from zoo.report.rows import Heading, ModelRow, graphs, median, quartiles, variants
 from zoo.report.step_axis import fitting, round_numbers
 from zoo.units import format_bytes, unit_of
 
@@ -115,7 +115,10 @@ def draw_comparison(rows: Sequence[ModelRow], heading: Heading, paths: Sequence[
             memory.bar_label(bars, [_peak_text(row, kind) for row in rows], padding=4, fontsize=9)
             for number, row in enumerate(rows):
                 # beside its bar; one alone in the middle
-                _draw_time(time, number + offset * (len(shown) > 2), row.time_ratios(kind), color)
+                y = number + offset * (len(shown) > 2)
+                _draw_time(time, y, row.time_ratios(kind), color)
+                if (replay := median(row.time_ratios(f"{kind}_graph")).value) is not None:
+                    time.plot([replay], [y], "o", color=color, ms=7, mfc="white")
         # more does not fit beside the bars
         named = ((row.model, row.arguments, row.batch) for row in rows)
         names = ["\n".join(shortened_text(line, 60) for line in lines if line) for lines in named]
@@ -126,7 +129,8 @@ def draw_comparison(rows: Sequence[ModelRow], heading: Heading, paths: Sequence[
         memory.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=3)
         time.axvline(1, color=COLORS["baseline"], lw=1.5, zorder=0)
         time.margins(x=0.25)
-        time.set_xlabel("step time, baseline = 1\n(median; quartiles from 5 pairs)")
+        rings = "\nring: a replay as a CUDA graph" * bool(graphs(rows))
+        time.set_xlabel(f"step time, baseline = 1\n(median; quartiles from 5 pairs){rings}")
         bare(memory, "x")
         bare(time, "x")
 

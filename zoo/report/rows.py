@@ -23,12 +23,16 @@ VARIANTS = {
     "checkpointed": "checkpointed",
     "optimizer_in_backward": "+ optimizer in backward",
 }
+# cells that train a variant as a CUDA graph; older results, and most others, lack them
+GRAPHS = {f"{kind}_graph": f"{name} as a CUDA graph" for kind, name in VARIANTS.items()}
 PEAKS = ("peak", "activation_peak", "tensor_peak", "tensor_activation_peak", "reserved_peak")
 # the way out for a baseline that does not repeat its own numbers, or that it was taken already
 WAY_OUT = "--deterministic makes torch choose deterministic kernels"
 TAKEN = "torch's deterministic algorithms were on"
 # the status of a record whose cell ran out of memory
 UNFIT = "does not fit"
+# and of one whose step cannot be a CUDA graph
+REFUSED = "refused"
 # quartiles are shown for at least so many timed pairs of steps
 FEWEST = 5
 # SGD with momentum 0.9, unless a config names another
@@ -63,6 +67,11 @@ DEFINITIONS = {
     "step time": (
         "over that of the baseline, taken in turn on the same batches: the median of n pairs and, "
         "from 5 pairs on, [quartiles]"
+    ),
+    "as CUDA graphs": (
+        "each variant trained by zoo.make_graphed_step, in a process of its own: the peaks of the "
+        "step that is captured, whose memory the graph keeps, and the time of a replay over that "
+        "of an eager step of the baseline; exact covers these trainings, too"
     ),
     "exact": (
         "loss, every gradient, buffer and parameter and the random state are equal bit for bit "
@@ -143,12 +152,13 @@ class ModelRow:
             "tensor_activation_peak" leave these out, None in older results without them;
             "reserved_peak" is None on the CPU.
         shows_reserved: whether any row of the table has a "reserved_peak".
-        step_seconds, fits: by variant, as far as measured.
+        step_seconds, statuses: by variant, as far as measured; seconds of CUDA graphs by replays.
         exact: whether all trainings are equal; None where one is missing, or nothing can be
             compared.
         baseline_repeats: whether a second training of the baseline is equal to the first; None
             where there is no other training that differs, so that none was needed.
         faults: sentences, each a reason why the comparison fails.
+        notes: sentences, each a reason why a step is no CUDA graph.
     """
 
     number: int
@@ -160,11 +170,13 @@ class ModelRow:
     parameters: int | None
     peaks: Mapping[str, Mapping[str, int | None]]
     step_seconds: Mapping[str, list[float]]
-    fits: Mapping[str, bool]
+    statuses: Mapping[str, str]
     exact: bool | None
     baseline_repeats: bool | None
     faults: tuple[str, ...]
+    notes: tuple[str, ...]
     shows_reserved: bool = False
+    shows_graphs: bool = False
 
     @property
     def label(self) -> str:
@@ -173,8 +185,8 @@ class ModelRow:
 
     @property
     def variants(self) -> list[str]:
-        """The variants of the comparison, the baseline first."""
-        return list(self.fits)
+        """The variants of the comparison, the baseline first, without CUDA graphs."""
+        return [kind for kind in self.statuses if kind in VARIANTS]
 
     def time_ratios(self, kind: str) -> list[float]:
         """Returns the ratio of a variant's seconds to the baseline's, for each pair of steps."""
@@ -190,7 +202,8 @@ class ModelRow:
 
     def size(self, kind: str, peak: str = "peak", missing: str = MISSING) -> Number:
         """Returns a peak of a variant as text, or the reason that there is none."""
-        why = missing if self.fits.get(kind, True) else UNFIT
+        status = self.statuses.get(kind)
+        why = status if status in (UNFIT, REFUSED) else missing
         count = self.peaks[peak][kind]
         return Number.of_bytes(count, self.number, kind, "memory", peak, missing=why)
 
@@ -229,8 +242,19 @@ class ModelRow:
                 else {}
             ),
             **dict([*times.items()][1:]),
+            **(self.graph_cells() if self.shows_graphs else {}),
             "exact": "baseline varies" if self.baseline_repeats is False else exact,
         }
+
+    def graph_cells(self) -> dict[str, TableCell]:
+        """Returns the TableCells of CUDA graphs, by column; in each a number for each variant."""
+        kinds = [kind for kind in GRAPHS if kind in self.statuses] or [*GRAPHS]
+        times = [median(self.time_ratios(kind)) for kind in kinds]
+        columns = {"as CUDA graphs: step peak": self.peak_cell(*kinds)}
+        if self.shows_reserved:
+            columns["as CUDA graphs: reserved"] = self.peak_cell(*kinds, peak="reserved_peak")
+        times_cell = TableCell(times, " → ".join("{}" for _ in kinds))
+        return {**columns, "as CUDA graphs: step time": times_cell}
 
 
 def first_measured(comparisons: Sequence[Comparison], keys: Iterable[str] = ()) -> Any:
@@ -260,13 +284,19 @@ def rows(comparisons: Sequence[Comparison]) -> list[ModelRow]:
     reserved = any(
         size is not None for row in table for size in row.peaks["reserved_peak"].values()
     )
-    return [replace(row, shows_reserved=reserved) for row in table]
+    shows_graphs = bool(graphs(table))
+    return [replace(row, shows_reserved=reserved, shows_graphs=shows_graphs) for row in table]
 
 
 def variants(rows: Sequence[ModelRow]) -> dict[str, str]:
     """Returns the variants in any row, and their names."""
     kinds = {*KINDS, *(kind for row in rows for kind in row.variants)}
     return {kind: name for kind, name in VARIANTS.items() if kind in kinds}
+
+
+def graphs(rows: Sequence[ModelRow]) -> list[str]:
+    """Returns the CUDA graphs in any row."""
+    return [kind for kind in GRAPHS if any(kind in row.statuses for row in rows)]
 
 
 def median(ratios: Sequence[float]) -> Number:
@@ -305,11 +335,12 @@ def is_unlike_baseline(comparison: Comparison) -> bool:
 
 def _row(number: int, comparison: Comparison) -> ModelRow:
     model = comparison["model"]
-    cells = {kind: comparison[kind] for kind in VARIANTS if kind in comparison}
+    kinds = [*VARIANTS, *GRAPHS]
+    cells = {kind: comparison[kind] for kind in kinds if kind in comparison}
     differing = _all_differing(comparison)
     varying = _differing("baseline_again", comparison) if any(differing.values()) else None
     seconds = comparison["timing"].get("step_seconds", {})
-    memory = {kind: cells.get(kind, {}).get("memory", {}) for kind in VARIANTS}
+    memory = {kind: cells.get(kind, {}).get("memory", {}) for kind in kinds}
     parameters = (cell["parameters"] for cell in cells.values() if "parameters" in cell)
     row = ModelRow(
         number=number,
@@ -319,19 +350,28 @@ def _row(number: int, comparison: Comparison) -> ModelRow:
         batch=_batch(model),
         largest_ratio=model["largest_ratio"],
         parameters=next(parameters, None),
-        peaks={name: {kind: memory[kind].get(name) for kind in VARIANTS} for name in PEAKS},
-        step_seconds={kind: seconds.get(kind, []) for kind in cells},
-        fits={kind: cell["status"] != UNFIT for kind, cell in cells.items()},
+        peaks={name: {kind: memory[kind].get(name) for kind in kinds} for name in PEAKS},
+        step_seconds={
+            kind: cell.get("replay_seconds", seconds.get(kind, [])) for kind, cell in cells.items()
+        },
+        statuses={kind: cell["status"] for kind, cell in cells.items()},
         exact=None if varying or None in differing.values() else not any(differing.values()),
         baseline_repeats=None if varying is None else not varying,
         faults=(),
+        notes=tuple(
+            visible(f"{model['name']} {_words(kind)} is refused: {cell['reason']}")
+            for kind, cell in cells.items()
+            if cell["status"] == REFUSED
+        ),
     )
     faults = _faults(comparison, differing, varying, row.ratio())
     return replace(row, faults=tuple(map(visible, faults)))
 
 
 def _all_differing(comparison: Comparison) -> dict[str, list[str] | None]:
-    kinds = (kind for kind in VARIANTS if kind in comparison and kind != "baseline")
+    """Lists the differences of each training and the baseline, but of those that are refused."""
+    others = [kind for kind in (*VARIANTS, *GRAPHS) if kind in comparison][1:]
+    kinds = (kind for kind in others if comparison[kind]["status"] != REFUSED)
     return {kind: _differing(kind, comparison) for kind in kinds}
 
 
@@ -340,7 +380,7 @@ def _differing(kind: str, comparison: Comparison) -> list[str] | None:
     digests, others = (comparison.get(name, {}).get("digests") for name in ("baseline", kind))
     if digests is None or others is None:
         return None
-    if kind == "optimizer_in_backward":
+    if kind.startswith("optimizer_in_backward"):
         # the optimizer in the backward has freed the gradients
         digests = [{name: step[name] for name in step if name != "gradients"} for step in digests]
     return differences(digests, others)
@@ -355,11 +395,11 @@ def _faults(
     name, largest = (comparison["model"][key] for key in ("name", "largest_ratio"))
     second = ("baseline_again",) if "baseline_again" in comparison else ()
     for kind in ("baseline", *differing, "timing", *second):
-        record, words = comparison[kind], kind.replace("_", " ")
+        record, words = comparison[kind], _words(kind)
         if record["status"] == "failed":
             yield f"{name} {words} failed: {record['reason']}"
         # a baseline that does not fit is no fault: that is the purpose of checkpointing
-        if record["status"] == UNFIT and kind in differing:
+        if record["status"] == UNFIT and kind in differing and kind != "baseline_graph":
             yield f"{name} {words} does not fit: {record['reason']}"
     if varying:
         way_out = TAKEN if comparison["baseline"]["cell"].get("deterministic") else WAY_OUT
@@ -370,11 +410,17 @@ def _faults(
     for kind, names in differing.items():
         if names and not varying:
             whose = " with the optimizer in the backward" * (kind == "optimizer_in_backward")
+            whose += f" {_words(kind)}" * (kind in GRAPHS)
             yield f"{name}{whose} is not exact: it differs in {', '.join(names)}"
     if ratio is not None and ratio > largest:
         yield (
             f"{name} takes {ratio:.3f} of the baseline's step peak; largest_ratio is {largest:g}"
         )
+
+
+def _words(kind: str) -> str:
+    """Names a cell: "checkpointed as a CUDA graph"."""
+    return kind.replace("_graph", " as a CUDA graph").replace("_", " ")
 
 
 def _batch(model: Mapping[str, Any]) -> str:

@@ -12,7 +12,16 @@ from rich.table import Table
 
 from zoo.report.escaping import in_code, in_markdown, markdown_table, to_csv
 from zoo.report.matplotlib_charts import draw_comparison
-from zoo.report.rows import DEFINITIONS, KINDS, Heading, ModelRow, median, quartiles, variants
+from zoo.report.rows import (
+    DEFINITIONS,
+    KINDS,
+    Heading,
+    ModelRow,
+    graphs,
+    median,
+    quartiles,
+    variants,
+)
 from zoo.report.two_runs import CellChanges, TwoRuns, as_entries, as_markdown
 
 CAPTION = (
@@ -21,6 +30,10 @@ CAPTION = (
     "(ratio) to the baseline; times relative to the baseline's"
 )
 IN_BACKWARD = "+ optimizer in backward: checkpointed, and each gradient is used and freed at once"
+AS_GRAPHS = (
+    "as CUDA graphs: each variant by zoo.make_graphed_step; the peak of the step that is captured, "
+    "the time of a replay relative to the baseline's eager step"
+)
 # columns that a table leaves out in a narrow terminal, in this order
 LEFT_OUT_FIRST = (
     *("parameters", "batch", "without workspaces", "activation peak", "reserved"),
@@ -41,7 +54,7 @@ def write_report(
     draw_comparison(rows, heading, [folder / "comparison.svg", folder / "comparison.png"])
     shown = variants(rows)
     cells = [{**row.cells(shown), "model": in_markdown(row.label)} for row in rows]
-    faults = [f"- {in_markdown(fault)}" for row in rows for fault in row.faults]
+    faults = [f"- {in_markdown(text)}" for row in rows for text in (*row.faults, *row.notes)]
     meanings = [
         f"- *{in_markdown(word)}*: {in_markdown(DEFINITIONS[word])}" for word in DEFINITIONS
     ]
@@ -74,16 +87,17 @@ def csv_files(rows: Sequence[ModelRow], runs: TwoRuns | None) -> dict[str, str]:
 
 def _models(rows: Sequence[ModelRow]) -> Iterator[dict[str, Any]]:
     """Yields an entry per model, bytes and ratios unrounded."""
-    _, *others = shown = variants(rows)
+    shown = variants(rows)
+    _, *others = whole = [*shown, *graphs(rows)]
     for row in rows:
         columns = ("model", "arguments", "checkpoint", "batch", "parameters")
         entry = {name: getattr(row, name) for name in columns}
-        entry |= _peaks(row, "peak", shown)
+        entry |= _peaks(row, "peak", whole)
         entry |= {_of("peak_ratio", kind): row.ratio(kind) for kind in others}
         entry |= _peaks(row, "activation_peak", KINDS)
         entry |= _peaks(row, "tensor_peak", shown)
         entry |= _peaks(row, "tensor_activation_peak", shown)
-        entry |= _peaks(row, "reserved_peak", shown) if row.shows_reserved else {}
+        entry |= _peaks(row, "reserved_peak", whole) if row.shows_reserved else {}
         names = ("activation_peak", "tensor_activation_peak")
         entry |= {f"{name}_ratio": row.ratio(peak=name) for name in names}
         entry["largest_ratio"] = row.largest_ratio
@@ -109,7 +123,7 @@ def _peaks(row: ModelRow, name: str, kinds: Iterable[str]) -> dict[str, int | No
 
 def _timings(rows: Sequence[ModelRow]) -> Iterator[dict[str, Any]]:
     """Yields an entry per timed pair of steps, in seconds."""
-    _, *others = shown = variants(rows)
+    _, *others = shown = [*variants(rows), *graphs(rows)]
     for row in rows:
         columns = {f"seconds_{kind}": row.step_seconds.get(kind) for kind in shown}
         columns |= {_of("time_ratio", kind): row.time_ratios(kind) for kind in others}
@@ -119,7 +133,7 @@ def _timings(rows: Sequence[ModelRow]) -> Iterator[dict[str, Any]]:
 
 
 def show(rows: Sequence[ModelRow], title: str, console: Console) -> None:
-    """Prints the table and below it, in red, the faults of the comparison.
+    """Prints the table and below it the faults of the comparison, in red, and the notes.
 
     If the table is too wide, the numbers of a cell go below each other; if that is still too wide,
     some columns are left out. The report on disk has them all.
@@ -132,10 +146,13 @@ def show(rows: Sequence[ModelRow], title: str, console: Console) -> None:
         if Measurement.get(console, unlimited, table).maximum <= console.width:
             break
     about = [CAPTION, *[IN_BACKWARD] * ("optimizer_in_backward" in variants(rows))]
+    about += [AS_GRAPHS] * bool(graphs(rows))
     for part, style in (table, None), *((words, "dim") for words in about):
         console.print(part, style=style, markup=False, highlight=False)
-    for fault in (fault for row in rows for fault in row.faults):
-        say(console, fault, "red")
+    for row in rows:
+        for texts, style in ((row.faults, "red"), (row.notes, None)):
+            for text in texts:
+                say(console, text, style)
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from zoo.report.escaping import in_markdown, markdown_table, visible
 from zoo.report.rows import (
     FEWEST,
+    GRAPHS,
     VARIANTS,
     Comparison,
     ModelRow,
@@ -39,6 +40,7 @@ COLUMNS = {
     "activation peak": "activation_peak_bytes",
     "step time": "time_ratio",
 }
+NAMES = VARIANTS | GRAPHS
 TITLE = "Compared with an earlier run"
 ABOUT = (
     "Before → now, of each cell that both runs have: the same model, arguments, batch, "
@@ -185,7 +187,7 @@ def _cells(comparisons: Sequence[Comparison]) -> dict[str, _Cell]:
     return {
         subject(comparison[kind]): (row, kind, comparison[kind])
         for comparison, row in zip(comparisons, rows(comparisons), strict=True)
-        for kind in row.variants
+        for kind in row.statuses
         # a cell that was not run has no record of its own
         if "cell" in comparison[kind]
     }
@@ -208,7 +210,7 @@ def _changes(before: _Cell, now: _Cell) -> CellChanges:
         ),
         "step time": Change(median(past), median(present), is_clear),
     }
-    name, replanned = f"{new.label} {VARIANTS[kind]}", None not in plans and plans[0] != plans[1]
+    name, replanned = f"{new.label} {NAMES[kind]}", None not in plans and plans[0] != plans[1]
     other_bits = differences(*digests) if is_same else ()
     reason = records[1].get("reason", "")
     return CellChanges(name, new.batch, changes, replanned, other_bits, reason)
@@ -228,7 +230,7 @@ def _untimed(now: Sequence[Comparison], before: Sequence[Comparison]) -> list[st
 def _lacking(cells: Mapping[str, _Cell], others: Mapping[str, _Cell]) -> list[str]:
     """Names the cells of a run that are missing in the other."""
     return [
-        f"{row.label} {VARIANTS[kind]}, {row.batch}"
+        f"{row.label} {NAMES[kind]}, {row.batch}"
         for key, (row, kind, _) in cells.items()
         if key not in others
     ]
