@@ -10,10 +10,11 @@ is that of their seconds in a round: median, and in brackets the quartiles. torc
 statistics twice, ours once; otherwise they do the same work. The plain model is beside them. Small
 inputs show what a segment costs beside its kernels. Peaks are allocator bytes of one step.
 
-`overhead` runs on one thread and counts its seconds alone. Per segment of 100 small blocks: a step
-less a plain one and a forward without gradients. Per kernel: recorded over a dispatch mode that
-does nothing, and replayed over called directly. Then the backward of a small transformer, each of
-its 12 blocks a segment.
+`overhead` runs on one thread and counts its seconds alone. Per small block: a step less a plain one
+and a forward without gradients, where each of 100 blocks is a segment (`zoo.recompute`; any model
+by "blocks"), and where 200 are one. A plan that keeps 200 blocks beside plain. Per kernel: recorded
+and between segments over a dispatch mode that does nothing, and replayed over called directly. Then
+the backward of a small transformer, each of its 12 blocks a segment.
 
 `check` trains ResNet-50 by blocks, with and without the check in the order A B B A, and waits for
 the device after each step. Operators and bytes are those of one step beyond one without the check.
@@ -41,10 +42,12 @@ from torch.utils.checkpoint import checkpoint
 
 import zoo
 from zoo.engine.devices import accelerator, allocated, is_available, synchronize
+from zoo.engine.kernel_segments import Conductor, PlannedBranch
 from zoo.engine.recompute import segment
 from zoo.engine.replay import Scheduled, replay
 from zoo.engine.replay_check import checking
 from zoo.engine.segments import thread
+from zoo.planner.plan import Plan
 from zoo.profiling.peak_memory import trace
 from zoo.tracing.partition import paths_of
 from zoo.units import format_bytes
@@ -121,12 +124,39 @@ def compare(name: str) -> None:
     )
 
 
+class Pointwise(nn.Module):
+    """Two pointwise kernels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sigmoid() * 1.01
+
+
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "Linear LayerNorm": lambda: nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32)),
     "Linear BatchNorm Dropout": lambda: nn.Sequential(
         nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.1)
     ),
+    "two pointwise": Pointwise,
 }
+
+
+class Blocks(nn.Module):
+    """A number of small blocks, each a segment by `how`, or all of them one if it is `whole`."""
+
+    def __init__(self, name: str, count: int, how: str = "plain", whole: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(BLOCKS[name]() for _ in range(count))
+        self.how, self.whole = HOW[how], whole
+
+    def chained(self, x: Tensor, how: Callable[..., Any]) -> Tensor:
+        for block in self.blocks:
+            x = how(block, x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.whole:
+            return self.how(self.chained, x, HOW["plain"])  # type: ignore[no-any-return]
+        return self.chained(x, self.how)
 
 
 class Nothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -148,26 +178,38 @@ def seconds_of(function: Callable[[], Any]) -> float:
     return time.thread_time() - start
 
 
-def segments(name: str, rounds: int = 40, count: int = 100) -> None:
-    """Prints what a segment costs beside its kernels, in microseconds, ours and torch's."""
-    blocks, x = [BLOCKS[name]() for _ in range(count)], torch.randn(8, 32, requires_grad=True)
+def step_seconds(model: nn.Module, x: Tensor) -> float:
+    seconds = seconds_of(lambda: model(x).sum().backward())
+    model.zero_grad(set_to_none=True)
+    return seconds
 
-    def step(how: str) -> float:
-        seconds = seconds_of(lambda: chained(blocks, x, how).sum().backward())
-        for block in blocks:
-            block.zero_grad(set_to_none=True)
-        return seconds
 
-    found: dict[str, list[float]] = {"ours": [], "torch": []}
+def segments(name: str, count: int, ways: dict[str, nn.Module], rounds: int = 40) -> None:
+    """Prints what a block costs beside its kernels, in microseconds, each way beside torch's."""
+    x, found = torch.randn(8, 32, requires_grad=True), {way: list[float]() for way in ways}
+    plain = Blocks(name, count)
     for index in range(rounds):
         with torch.no_grad():
-            forward = seconds_of(lambda: chained(blocks, x, "plain"))
-        base = step("plain") + forward
-        for how in ("ours", "torch") if index % 2 else ("torch", "ours"):
-            found[how].append((step(how) - base) / count * 1e6)
-    ours, torchs = found["ours"][5:], found["torch"][5:]
-    middle, other = statistics.median(ours), statistics.median(torchs)
-    print(f"{name:26} {middle:8.1f} {other:8.1f} us a segment, {ratio(ours, torchs)}")
+            forward = seconds_of(lambda: plain(x))
+        base = step_seconds(plain, x) + forward
+        for way in [*ways][:: 1 if index % 2 else -1]:
+            found[way].append((step_seconds(ways[way], x) - base) / count * 1e6)
+    (*others, last) = (seconds[5:] for seconds in found.values())
+    for way, seconds in zip(ways, others, strict=False):
+        middle, other = statistics.median(seconds), statistics.median(last)
+        print(f"{way:40} {middle:8.1f} {other:8.1f} us a block, {ratio(seconds, last)}", flush=True)
+
+
+def kept(name: str = "Linear LayerNorm", count: int = 200, rounds: int = 40) -> None:
+    """Prints a step by a plan that keeps all beside a plain one."""
+    x, plain = torch.randn(8, 32, requires_grad=True), Blocks(name, count)
+    model = zoo.checkpoint(Blocks(name, count), memory_budget="4GiB", optimizer="sgd")
+    pairs = [(step_seconds(model, x), step_seconds(plain, x)) for _ in range(rounds)][5:]
+    some, others = [one * 1e3 for one, _ in pairs], [other * 1e3 for _, other in pairs]
+    middle, other = statistics.median(some), statistics.median(others)
+    print(
+        f"{'200 by a plan that keeps all':40} {middle:8.1f} {other:8.1f} ms, {ratio(some, others)}"
+    )
 
 
 def fastest(function: Callable[[], Any], rounds: int = 200) -> float:
@@ -200,33 +242,50 @@ def kernels(count: int = 20) -> None:
     x = torch.rand(8, 32)
     with Nothing():
         empty = fastest(lambda: call(x)) / count
+    with Conductor([]) as conductor:
+        call(x)
+    branch = PlannedBranch(conductor.operators, range(count), Plan(range(count)), {})
+
+    def followed() -> float:
+        with Conductor([branch]):
+            return seconds_of(lambda: call(x))
+
+    between = min(followed() for _ in range(200)) * 1e6 / count
     recording = min(recorded() for _ in range(200)) * 1e6 / count
-    print(f"{'a kernel recorded':26} {recording:8.2f} {empty:8.2f} us, x{recording / empty:.2f}")
+    for title, taken in ("recorded", recording), ("between segments", between):
+        print(f"{'a kernel ' + title:40} {taken:8.2f} {empty:8.2f} us, x{taken / empty:.2f}")
     replayed, called = fastest(lambda: replay(scheduled)) / count, fastest(direct) / count
-    print(f"{'a kernel replayed':26} {replayed:8.2f} {called:8.2f} us, x{replayed / called:.2f}")
+    print(f"{'a kernel replayed':40} {replayed:8.2f} {called:8.2f} us, x{replayed / called:.2f}")
 
 
 def transformer(rounds: int = 30) -> None:
     """Prints the backward of 12 blocks of width 64 in milliseconds, ours and torch's."""
-    blocks: list[nn.Module] = [
+    model = Blocks("two pointwise", 0)
+    model.blocks = nn.ModuleList(
         nn.TransformerEncoderLayer(64, 4, 256, batch_first=True) for _ in range(12)
-    ]
+    )
     x, found = torch.randn(4, 16, 64, requires_grad=True), {"ours": [0.0], "torch": [0.0]}
     for index in range(rounds):
         for how in ("ours", "torch") if index % 2 else ("torch", "ours"):
-            loss = chained(blocks, x, how).square().mean()
+            loss = model.chained(x, HOW[how]).square().mean()
             found[how].append(seconds_of(loss.backward) * 1e3)
     some, others = found["ours"][5:], found["torch"][5:]
     middle, other = statistics.median(some), statistics.median(others)
-    print(f"{'transformer, backward':26} {middle:8.1f} {other:8.1f} ms, {ratio(some, others)}")
+    print(f"{'transformer, backward':40} {middle:8.1f} {other:8.1f} ms, {ratio(some, others)}")
 
 
 def overhead() -> None:
     """Prints the table of what the engine costs beside the kernels."""
     torch.set_num_threads(1)
-    print(f"{'':26} {'ours':>8} {'other':>8}")
-    for name in BLOCKS:
-        segments(name)
+    print(f"{'':40} {'ours':>8} {'other':>8}")
+    for name in ("Linear LayerNorm", "Linear BatchNorm Dropout"):
+        by_blocks = zoo.checkpoint(Blocks(name, 100), "blocks")
+        ways = {name: Blocks(name, 100, "ours"), f"{name}, any model": by_blocks}
+        segments(name, 100, {**ways, "torch": Blocks(name, 100, "torch")})
+    for name in ("Linear LayerNorm", "two pointwise"):
+        ours, other = (Blocks(name, 200, how, whole=True) for how in ("ours", "torch"))
+        segments(name, 200, {f"{name}, 200 in a segment": ours, "torch": other})
+    kept()
     kernels()
     transformer()
 
