@@ -25,6 +25,7 @@ from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
 from zoo.policy.budget import StepPlanner
 from zoo.policy.options import Checkpoint, option_for, plan_or_option
+from zoo.policy.savings import savings_of
 from zoo.profiling.cudnn_recurrent import flattened
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.memory_tracker import Tracker
@@ -77,17 +78,22 @@ def track(
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The timelines of one training step: of the baseline, and with the plan if there is one."""
+    """The timelines of one training step: of the baseline, and with the plan if there is one.
+
+    `savings` says in sentences what a plan can save of the step, and what holds the rest.
+    """
 
     baseline: Timeline
     planned: Timeline | None = None
     plan: Plan | None = None
+    savings: tuple[str, ...] = ()
 
     def table(self, holders: int = 10) -> str:
-        """Writes the bytes at the peak by category, block and tensor."""
-        if self.planned is None:
-            return self.baseline.table(holders)
-        return compare({"baseline": self.baseline, "with the plan": self.planned}, holders)
+        """Writes the bytes at the peak by category, block and tensor, and the sentences."""
+        table = self.baseline.table(holders)
+        if self.planned is not None:
+            table = compare({"baseline": self.baseline, "with the plan": self.planned}, holders)
+        return "\n".join([table, "", *self.savings])
 
     __str__ = table
 
@@ -95,7 +101,7 @@ class Anatomy:
         """Writes plan and timelines as JSON."""
         steps = {"baseline": self.baseline, "planned": self.planned}
         timelines = {name: step and json.loads(step.to_json()) for name, step in steps.items()}
-        return json.dumps({"plan": self.plan, **timelines})
+        return json.dumps({"plan": self.plan, "savings": self.savings, **timelines})
 
 
 @shown("zoo.anatomy")
@@ -143,7 +149,29 @@ def anatomy(
         plans = (None,) if plan is None else (plan, None)
         *planned, baseline = map(step.track, each("tracked steps", plans))
     by_plan = plan if isinstance(plan, Plan) else None
-    return Anatomy(baseline, planned[0] if planned else None, by_plan)
+    maker = maker_of(optimizer, model)
+    savings = _savings_of(model, invocation, loss, maker, optimizer_in_backward)
+    return Anatomy(baseline, planned[0] if planned else None, by_plan, savings)
+
+
+def _savings_of(
+    model: nn.Module,
+    inputs: Invocation,
+    loss: Loss | None,
+    optimizer: MakeOptimizer | None,
+    in_backward: bool,
+) -> tuple[str, ...]:
+    """Says what a plan can save of a step, or why it cannot be planned for ahead."""
+    on_meta = inputs.map(lambda tensor: tensor.to("meta"))
+    options: Any = {"optimizer": optimizer, "optimizer_in_backward": in_backward}
+    # a loss of the model itself would run its real modules
+    loss = None if _is_of_module(loss) else loss
+    try:
+        with torch.enable_grad():
+            outline = outline_of(model, on_meta, loss)
+            return savings_of(StepPlanner(model, outline, on_meta.tensors, **options))
+    except TraceError as error:
+        return (f"The step cannot be planned for ahead of a real one: {error}",)
 
 
 def _plan_of_option(

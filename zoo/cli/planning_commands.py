@@ -220,6 +220,7 @@ def run_anatomy(options: argparse.Namespace) -> Answer:
         "plan": steps.plan and steps.plan.text(),
         "baseline": _at_peak(steps.baseline, options.holders),
         "planned": steps.planned and _at_peak(steps.planned, options.holders),
+        "savings": steps.savings,
     }
     return Answer(steps.table(options.holders), data)
 

@@ -32,6 +32,7 @@ from zoo.errors import ArgumentError, BudgetError, Interrupted, needed, shortene
 from zoo.invocation import device_of, title_of
 from zoo.planner import schemes
 from zoo.planner.costs import Simulation, StepCosts, least_possible, simulate
+from zoo.planner.least_memory import least_memory
 from zoo.planner.plan import Item, Plan, RoomyPlan, falling, thinned
 from zoo.policy.plan_report import FixedBytes, Frontier, PeakBytes, PlanReport, Point
 from zoo.profiling.caching_allocator import Rounding, rounding_of, with_rests
@@ -336,6 +337,11 @@ class StepPlanner:
         # with tiny activations the random states of a segment take more than it saves
         return min(self.baseline, point, key=lambda point: point.peak)
 
+    @functools.cached_property
+    def least_once(self) -> Point:
+        """The plan of least peak that recomputes no step more than once, as `checkpoint=True`."""
+        return self._point(_loss_kept(least_memory(self.costs_with_gradients), self.steps))
+
     def _point(self, plan: Plan, name: str = "optimal", result: Simulation | None = None) -> Point:
         result, draws = result or simulate(plan, self.costs_with_gradients), sum(self.costs.draws)
         # random states that segments keep, and one that a replay restores: the same for all plans,
@@ -365,7 +371,7 @@ class StepPlanner:
             baseline_peak=self.baseline.peak,
             least_peak=self.points[0].peak,
             fixed=self.fixed,
-            at_peak=self._at_peak(point),
+            at_peak=self.at_peak(point),
             flops=sum(self.costs.flops),
             recomputed_flops=result.recomputed_flops,
             names=self.outline.names,
@@ -384,7 +390,7 @@ class StepPlanner:
         has_loss = len(self.costs) > self.steps
         return replace(point, plan=Plan(point.plan[:-1])) if has_loss else point
 
-    def _at_peak(self, point: Point) -> PeakBytes:
+    def at_peak(self, point: Point) -> PeakBytes:
         """Splits the bytes of a plan's peak into categories."""
         fixed, result = self.fixed, simulate(point.plan, self.costs_with_gradients)
         kept = recomputed = between = 0
