@@ -170,7 +170,7 @@ def test_what_reads_numbers_is_verified_too() -> None:
     report = zoo.verify(Reader(), images(), steps=2)
     assert report.exact
     assert max(report.plan.runs()) == 2
-    assert "of 23 steps recomputed" in str(report)
+    assert "of 19 steps recomputed" in str(report)
 
 
 def test_an_anatomy_on_paper_is_that_of_a_plan() -> None:
@@ -293,7 +293,7 @@ def test_a_model_that_reads_numbers_is_planned_for_and_keeps_to_its_budget(
 ) -> None:
     model, x = build(), images(8, 4, 32)
     found = zoo.plan(model, x, memory_budget=0.6, optimizer=torch.optim.SGD)
-    assert len(found.names) > len(zoo.chain_of(Net(), x).names) or build is Guesses
+    assert len(found.names) >= len(zoo.chain_of(Net(), x).names) or build is Guesses
     measured = real_peak(model, x, torch.optim.SGD, plan=found.plan)
     assert measured <= found.predicted_peak <= found.budget
 

@@ -86,6 +86,7 @@ class PlannedBranch:
         visits: index of the operator at which each call of a block begins.
         sizes: bytes that each operator returned.
         room: how many times these bytes each may return under this plan.
+        has_backward: whether a backward runs within the forward.
         arrivals: where a forward by this plan was at each block, once known.
     """
 
@@ -95,6 +96,7 @@ class PlannedBranch:
     visits: dict[Visit, int]
     sizes: Sequence[int] = ()
     room: float = math.inf
+    has_backward: bool = False
     arrivals: Sequence[Arrival] = ()
 
     def __post_init__(self) -> None:
@@ -177,8 +179,9 @@ class Conductor(Recorder):
     ) -> None:
         super().__init__()
         self.hooks = hooks
-        # outside of segments autograd saves as it does without hooks; others see all that it saves
-        self._pauses_hooks = hooks is HOOKS
+        # outside of segments autograd saves as it does without hooks; but other hooks see all that
+        # it saves, and a backward has to the end those that were there when it began
+        self._pauses_hooks = hooks is HOOKS and not any(one.has_backward for one in branches)
         self.branches = branches
         self.branch = branches[0] if branches else None
         self.synchronized, self.lost = bool(branches), not branches
@@ -336,7 +339,9 @@ class Conductor(Recorder):
 
     def _arrive(self, kept: PlannedBranch, block: str, values: PyTree) -> None:
         """Notes where the forward is; if no mode is there, compares with where it should be."""
-        arrival = Arrival(block, sequence_number() - self._start, bytes_returned(values))
+        # the program's function modes are not to see this
+        size = without_modes(bytes_returned, values)
+        arrival = Arrival(block, sequence_number() - self._start, size)
         self._arrivals.append(arrival)
         if not self._watches:
             return

@@ -480,10 +480,9 @@ class PatchedForward(Patch):
             again = "%s: another path or larger inputs, planned again (%d of %d)"
             _log.info(again, self.notices.name, count + 1, self.cache.most_plannings)
         outline, plans = without_modes(self._plans_for, invocation, trace)
+        cuts, graph = outline.cuts[: len(outline)], trace.graph
         branches = [
-            PlannedBranch(
-                operators, outline.cuts[: len(outline)], plan, trace.graph.visits, sizes, room
-            )
+            PlannedBranch(operators, cuts, plan, graph.visits, sizes, room, graph.has_backward)
             for plan, room in plans
         ]
         kind.spec, kind.branches = spec, [*kind.branches, *reversed(branches)]

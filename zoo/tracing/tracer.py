@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zoo._torch import Args, FakeTensor, Kwargs, Operator, PyTree
+from zoo._torch import Args, FakeTensor, Kwargs, Operator, PyTree, current_backward
 from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.kernel_segments import Visit, bytes_returned
 from zoo.engine.operator_effects import (
@@ -86,16 +86,18 @@ class Graph:
 
     Attributes:
         calls: the operators that may matter to a plan.
-        operators: the names of all operators dispatched, also of metadata queries. Without
-            `saved_tensors_hooks` autograd dispatches a `detach` for each result that it saves.
+        operators: the names of all operators dispatched, also of metadata queries, but for those
+            that only some forwards of a path call.
         visits: for each call of a block the operators dispatched before it, if blocks were marked.
         model_operators: how many of the operators are the model's; the rest are the loss's.
+        has_backward: whether a backward ran, within the forward.
     """
 
     calls: list[Call] = field(default_factory=list)
     operators: list[str] = field(default_factory=list)
     visits: dict[Visit, int] = field(default_factory=dict)
     model_operators: int = 0
+    has_backward: bool = False
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -205,6 +207,7 @@ class Tracer(KernelMode):
                 self._results[-1].append(weakref.ref(result))
             return result
         self._graph.operators.append(name_of(func))
+        self._graph.has_backward |= current_backward() != -1
         is_noted = self._guarded(self._before, func, args, kwargs, frame)
         result = kernel(*args, **kwargs)
         if is_noted:

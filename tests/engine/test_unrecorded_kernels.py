@@ -1,4 +1,4 @@
-"""A plan that recomputes nothing runs as plain training does, until the forward is another one."""
+"""Where no segment is open, nothing stands between a program and its kernels but what must."""
 
 import copy
 from typing import Any
@@ -117,3 +117,13 @@ def test_an_error_in_a_block_leaves_no_mode() -> None:
     assert model.blocks[0].around
     assert (thread.conductor, thread.segment, top_saved_tensors_hooks(False)) == (None, None, None)
     assert not dispatch_modes()
+
+
+def test_between_segments_autograd_saves_without_hooks() -> None:
+    model, x = Varied(), torch.randn(512, 8)
+    expected = trained(model, x)
+    zoo.checkpoint(model, 2)
+    trained(model, x)
+    assert_same(trained(model, x), expected)
+    # of two segments the last is kept, from the first kernel of the third block on
+    assert [len(block.around) for block in model.blocks] == [2, 2, 2, 1]
