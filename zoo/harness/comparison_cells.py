@@ -1,21 +1,23 @@
 """Cells of a comparison: the units of work that each run in a process of their own.
 
-Each model of a config has four. A cell whose key already has a result is not measured again.
+Each model of a config has four or five. A cell whose key has a result is not measured again.
 
     baseline                steps with digests, the last with its memory traced, no recomputation
     checkpointed            the same with the plan
     optimizer_in_backward   the same with its own plan and `zoo.optimizer_in_backward`, unless the
                             config leaves it out
+    library_checkpointing   the baseline with the checkpointing of its own library, timm's say,
+                            where there is one, unless the config leaves it out
     timing                  one model as each of these on the same batches, step by step in turn
 
-and a fifth where one of the others differs from the baseline:
+and one more where one of the others differs from the baseline:
 
     baseline_again          the baseline once more, which may differ from itself
 """
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -23,20 +25,33 @@ from typing import Any, Literal
 
 import torch
 
+from zoo.catalog.factories import create_on_meta
+from zoo.catalog.libraries import is_of_library
 from zoo.harness.config import Config, ModelConfig
 from zoo.planner.plan import Plan
 from zoo.planner.schemes import NAMES
+from zoo.tracing.switches import switch_of
 
-Kind = Literal["baseline", "checkpointed", "optimizer_in_backward", "timing", "baseline_again"]
+Kind = Literal[
+    "baseline",
+    "checkpointed",
+    "optimizer_in_backward",
+    "library_checkpointing",
+    "timing",
+    "baseline_again",
+]
 # the cells of each model
 KINDS: Sequence[Kind] = ("baseline", "checkpointed", "optimizer_in_backward", "timing")
+# those that train without a plan
+UNPLANNED = ("baseline", "library_checkpointing")
 
 
 @dataclass(frozen=True)
 class Cell:
     """The work of one process; `memory_limit` in bytes, `plan` replaces the model's `checkpoint`.
 
-    `optimizer_in_backward` adds that variant, with `plan_in_backward`, to the timed ones.
+    `optimizer_in_backward` adds that variant, with `plan_in_backward`, to the timed ones;
+    `library_checkpointing` says that this cell trains that variant, among others.
     """
 
     kind: Kind
@@ -53,6 +68,7 @@ class Cell:
     optimizer_in_backward: bool = False
     plan_in_backward: str | None = None
     deterministic: bool = False
+    library_checkpointing: bool = False
 
     @property
     def checkpoint(self) -> bool | int | str | Plan:
@@ -72,18 +88,25 @@ class Cell:
 
 def expand(config: Config) -> list[dict[Kind, Cell]]:
     """Returns the cells of each model of a config, in the order in which they run."""
+    return [_cells(model, config) for model in config.models]
+
+
+def _cells(model: ModelConfig, config: Config) -> dict[Kind, Cell]:
+    by_library = config.library_checkpointing and has_switch(model.name, model.arguments)
     kinds = [k for k in KINDS if k != "optimizer_in_backward" or config.optimizer_in_backward]
-    return [{kind: _cell(kind, model, config) for kind in kinds} for model in config.models]
+    if by_library:
+        kinds.insert(-1, "library_checkpointing")
+    return {kind: _cell(kind, model, config, by_library) for kind in kinds}
 
 
-def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
+def _cell(kind: Kind, model: ModelConfig, config: Config, by_library: bool) -> Cell:
     # options that a kind does not use are constants, so that they do not change its key: one
     # baseline serves every plan, and largest_ratio is judged after measuring
     unused: dict[str, Any] = {"largest_ratio": 1.0, "accelerator_batch_size": None, "repeats": 1}
     is_timing = kind == "timing"
     return Cell(
         kind=kind,
-        model=replace(model, checkpoint=kind != "baseline" and model.checkpoint, **unused),
+        model=replace(model, checkpoint=kind not in UNPLANNED and model.checkpoint, **unused),
         steps=0 if is_timing else config.steps,
         repeats=model.repeats if is_timing else 0,
         device=config.device,
@@ -95,12 +118,18 @@ def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
         frontier=config.frontier and kind == "baseline",
         optimizer_in_backward=config.optimizer_in_backward and is_timing,
         deterministic=config.deterministic,
+        library_checkpointing=by_library and kind in ("library_checkpointing", "timing"),
     )
 
 
 def again(baseline: Cell) -> Cell:
     """Returns the cell that trains a baseline once more."""
     return replace(baseline, kind="baseline_again", frontier=False)
+
+
+def has_switch(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Returns whether a model of another library has its own checkpointing to switch on."""
+    return is_of_library(name) and switch_of(create_on_meta(name, **arguments)) is not None
 
 
 @cache

@@ -17,12 +17,15 @@ from zoo.units import format_bytes
 
 Comparison = Mapping[str, Any]
 KINDS = ("baseline", "checkpointed")
-# names of the variants in a row, by the kind of the cell; older results lack the last one
+# names of the variants in a row, by the kind of the cell; many rows lack one
 VARIANTS = {
     "baseline": "baseline",
+    "library_checkpointing": "library's own",
     "checkpointed": "checkpointed",
     "optimizer_in_backward": "+ optimizer in backward",
 }
+# zoo's: what these change is a fault
+EXACT = ("checkpointed", "optimizer_in_backward")
 PEAKS = ("peak", "activation_peak", "tensor_peak", "tensor_activation_peak", "reserved_peak")
 # the way out for a baseline that does not repeat its own numbers, or that it was taken already
 WAY_OUT = "--deterministic makes torch choose deterministic kernels"
@@ -45,6 +48,11 @@ DEFINITIONS = {
     "+ optimizer in backward": (
         "checkpointed, and with zoo.optimizer_in_backward: each parameter is updated in the "
         "backward and its gradient freed at once, which the plan counts with"
+    ),
+    "library's own": (
+        "the baseline with the checkpointing of its library switched on, such as timm's "
+        "set_grad_checkpointing(); what this changes or fails at is noted, and is no fault of the "
+        "comparison"
     ),
     "activation peak": (
         "the same less parameters, buffers, optimizer state, inputs and the gradients that exist "
@@ -149,6 +157,7 @@ class ModelRow:
         baseline_repeats: whether a second training of the baseline is equal to the first; None
             where there is no other training that differs, so that none was needed.
         faults: sentences, each a reason why the comparison fails.
+        notes: sentences on the library's own checkpointing, if it was measured.
     """
 
     number: int
@@ -165,6 +174,7 @@ class ModelRow:
     baseline_repeats: bool | None
     faults: tuple[str, ...]
     shows_reserved: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -300,13 +310,13 @@ def differences(
 
 def is_unlike_baseline(comparison: Comparison) -> bool:
     """Returns whether a training in a comparison differs from the baseline's."""
-    return any(_all_differing(comparison).values())
+    return any(_zoo_differing(comparison).values())
 
 
 def _row(number: int, comparison: Comparison) -> ModelRow:
     model = comparison["model"]
     cells = {kind: comparison[kind] for kind in VARIANTS if kind in comparison}
-    differing = _all_differing(comparison)
+    differing = _zoo_differing(comparison)
     varying = _differing("baseline_again", comparison) if any(differing.values()) else None
     seconds = comparison["timing"].get("step_seconds", {})
     memory = {kind: cells.get(kind, {}).get("memory", {}) for kind in VARIANTS}
@@ -327,12 +337,12 @@ def _row(number: int, comparison: Comparison) -> ModelRow:
         faults=(),
     )
     faults = _faults(comparison, differing, varying, row.ratio())
-    return replace(row, faults=tuple(map(visible, faults)))
+    notes = () if varying else _notes(comparison)
+    return replace(row, faults=tuple(map(visible, faults)), notes=tuple(map(visible, notes)))
 
 
-def _all_differing(comparison: Comparison) -> dict[str, list[str] | None]:
-    kinds = (kind for kind in VARIANTS if kind in comparison and kind != "baseline")
-    return {kind: _differing(kind, comparison) for kind in kinds}
+def _zoo_differing(comparison: Comparison) -> dict[str, list[str] | None]:
+    return {kind: _differing(kind, comparison) for kind in EXACT if kind in comparison}
 
 
 def _differing(kind: str, comparison: Comparison) -> list[str] | None:
@@ -377,6 +387,20 @@ def _faults(
         )
 
 
+def _notes(comparison: Comparison) -> Iterator[str]:
+    """Says what the library's own checkpointing changes, where it was measured."""
+    record = comparison.get("library_checkpointing")
+    if record is None:
+        return
+    name, differing = comparison["model"]["name"], _differing("library_checkpointing", comparison)
+    if record["status"] != "done":
+        yield f"{name} by its library's own checkpointing {record['status']}: {record['reason']}"
+    elif differing is not None:
+        how = record.get("switch", "its own switch")
+        found = f"differs in {', '.join(differing)}" if differing else "is exact"
+        yield f"{name} by its library's own checkpointing, {how}, {found}"
+
+
 def _batch(model: Mapping[str, Any]) -> str:
     sizes = model["size"] if isinstance(model["size"], list) else [model["size"]]
     if len(sizes) == 1:
@@ -390,7 +414,7 @@ def _arguments(model: Mapping[str, Any]) -> str:
     if model.get("optimizer", DEFAULT_OPTIMIZER) != DEFAULT_OPTIMIZER:
         shown["optimizer"] = model["optimizer"]
     for name, value in model.get("arguments", {}).items():
-        if (name, value) != ("image_size", model["size"]):
+        if name not in ("image_size", "img_size") or value != model["size"]:
             shown[name] = value
     return ", ".join(f"{name}={value}" for name, value in shown.items())
 

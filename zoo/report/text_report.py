@@ -12,7 +12,16 @@ from rich.table import Table
 
 from zoo.report.escaping import in_code, in_markdown, markdown_table, to_csv
 from zoo.report.matplotlib_charts import draw_comparison
-from zoo.report.rows import DEFINITIONS, KINDS, Heading, ModelRow, median, quartiles, variants
+from zoo.report.rows import (
+    DEFINITIONS,
+    KINDS,
+    VARIANTS,
+    Heading,
+    ModelRow,
+    median,
+    quartiles,
+    variants,
+)
 from zoo.report.two_runs import CellChanges, TwoRuns, as_entries, as_markdown
 
 CAPTION = (
@@ -21,10 +30,17 @@ CAPTION = (
     "(ratio) to the baseline; times relative to the baseline's"
 )
 IN_BACKWARD = "+ optimizer in backward: checkpointed, and each gradient is used and freed at once"
+# explanations below a table, by the variant that has to be in it
+ABOUT = {
+    "baseline": CAPTION,
+    "library_checkpointing": f"library's own: {DEFINITIONS[VARIANTS['library_checkpointing']]}",
+    "optimizer_in_backward": IN_BACKWARD,
+}
 # columns that a table leaves out in a narrow terminal, in this order
 LEFT_OUT_FIRST = (
     *("parameters", "batch", "without workspaces", "activation peak", "reserved"),
     "step time: + optimizer in backward",
+    "step time: library's own",
 )
 # where a heading or a cell may break into the next line
 BREAK = re.compile(r"(?<=:) | (?=[→\[(]|n=|workspaces|in backward|peak$)")
@@ -41,7 +57,7 @@ def write_report(
     draw_comparison(rows, heading, [folder / "comparison.svg", folder / "comparison.png"])
     shown = variants(rows)
     cells = [{**row.cells(shown), "model": in_markdown(row.label)} for row in rows]
-    faults = [f"- {in_markdown(fault)}" for row in rows for fault in row.faults]
+    faults = [f"- {in_markdown(text)}" for row in rows for text in (*row.faults, *row.notes)]
     meanings = [
         f"- *{in_markdown(word)}*: {in_markdown(DEFINITIONS[word])}" for word in DEFINITIONS
     ]
@@ -95,7 +111,7 @@ def _models(rows: Sequence[ModelRow]) -> Iterator[dict[str, Any]]:
             entry[_of("time_ratio_upper_quartile", kind)] = upper
         entry["time_pairs"] = len(row.time_ratios("checkpointed"))
         verdict = {"exact": row.exact, "baseline_repeats": row.baseline_repeats}
-        yield {**entry, **verdict, "faults": row.faults}
+        yield {**entry, **verdict, "faults": row.faults, "notes": row.notes}
 
 
 def _of(name: str, kind: str) -> str:
@@ -119,7 +135,7 @@ def _timings(rows: Sequence[ModelRow]) -> Iterator[dict[str, Any]]:
 
 
 def show(rows: Sequence[ModelRow], title: str, console: Console) -> None:
-    """Prints the table and below it, in red, the faults of the comparison.
+    """Prints the table and below it the faults of the comparison, in red, and the notes.
 
     If the table is too wide, the numbers of a cell go below each other; if that is still too wide,
     some columns are left out. The report on disk has them all.
@@ -131,11 +147,12 @@ def show(rows: Sequence[ModelRow], title: str, console: Console) -> None:
         unlimited = console.options.update(max_width=1000)
         if Measurement.get(console, unlimited, table).maximum <= console.width:
             break
-    about = [CAPTION, *[IN_BACKWARD] * ("optimizer_in_backward" in variants(rows))]
+    about = [ABOUT[kind] for kind in variants(rows) if kind in ABOUT]
     for part, style in (table, None), *((words, "dim") for words in about):
         console.print(part, style=style, markup=False, highlight=False)
-    for fault in (fault for row in rows for fault in row.faults):
-        say(console, fault, "red")
+    for row in rows:
+        for text, style in (*((f, "red") for f in row.faults), *((n, "yellow") for n in row.notes)):
+            say(console, text, style)
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:
