@@ -146,6 +146,15 @@ def test_a_sample_is_that_of_the_configuration(name: str, arguments: Any, expect
     assert (sample and tuple(sample)) == padded
 
 
+def test_a_model_with_an_encoder_takes_labels_by_its_default_configuration() -> None:
+    library("transformers")
+    small = {"num_layers": 1, "d_model": 16, "d_ff": 16, "num_heads": 2, "vocab_size": 50}
+    model = zoo.create("transformers/T5ForConditionalGeneration", **small)
+    tokens = torch.randint(1, 50, (2, 8))
+    assert model(input_ids=tokens, labels=tokens).loss.isfinite()
+    assert not model.config.use_cache
+
+
 def test_weights_without_a_network_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     models = library("torchvision").models
 

@@ -167,6 +167,7 @@ class Transformers(Library):
     # ends of the classes whose labels are tokens
     LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
     LENGTH = 512
+    START = "decoder_start_token_id"
 
     def names(self) -> Iterable[str]:
         """Lists the classes that its Auto classes know."""
@@ -188,14 +189,16 @@ class Transformers(Library):
     def parameters(self, name: str) -> Parameters:
         """Reads the configuration's arguments, also by the names that all configurations share."""
         kind = getattr(self.imported, name).config_class
-        own = _parameters(kind)
         # a configuration takes what it does not know, and keeps it for nobody
-        closed = {key: value for key, value in own.items() if value.kind is not _ANY}
-        others = [*vars(kind()), *kind.attribute_map, "attn_implementation", "num_labels"]
+        own = {key: value for key, value in _parameters(kind).items() if value.kind is not _ANY}
+        others = [*vars(kind()), *kind.attribute_map, self.START]
         none = inspect.Parameter("none", inspect.Parameter.KEYWORD_ONLY, default=None)
-        return closed | {
-            key: none.replace(name=key) for key in others if key not in closed and key[0] != "_"
-        }
+        for key in (*others, "attn_implementation", "num_labels"):
+            if key[0] != "_":
+                own.setdefault(key, none.replace(name=key))
+        if "use_cache" in own:
+            own["use_cache"] = own["use_cache"].replace(default=False)
+        return own
 
     def build(self, name: str, pretrained: bool, arguments: Arguments) -> Any:
         """Builds the model with random weights."""
@@ -227,9 +230,13 @@ class Transformers(Library):
 
     def _config(self, name: str, arguments: Arguments) -> Any:
         kind = getattr(self.imported, name).config_class
+        default = kind()
         # a cache is for generation; in training it keeps the keys and values of each layer
-        cache = {"use_cache": False} if hasattr(kind(), "use_cache") else {}
-        return kind(**{**cache, **arguments})
+        added: dict[str, Any] = {"use_cache": False} if hasattr(default, "use_cache") else {}
+        # without it labels are of no use, and T5's own has none
+        if default.is_encoder_decoder and getattr(default, self.START, None) is None:
+            added[self.START] = getattr(default, "pad_token_id", None) or 0
+        return kind(**{**added, **arguments})
 
 
 class Monai(Library):

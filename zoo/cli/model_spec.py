@@ -183,7 +183,8 @@ def _of_catalog(
         inputs = usual_inputs(name, named, options.batch_size or count, options.size)
     first = inputs[0]
     if sample is not None and first is not None and sample.size_argument:
-        named = {sample.size_argument: first.shape[-1], **named}
+        sides = first.shape[2:] or first.shape[-1:]
+        named = {sample.size_argument: sides if len({*sides}) > 1 else sides[-1], **named}
     is_stream = sample is not None and sample.data == "stream"
     return ModelSpec(name, lambda: create(name, **named), inputs, int(is_stream))
 
