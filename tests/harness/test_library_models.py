@@ -1,7 +1,7 @@
 """Other libraries' models in a comparison, and their own checkpointing beside zoo's."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.harness.command_line import load
 from zoo.errors import ConfigError
 from zoo.harness.comparison_cells import expand
+from zoo.harness.data import batches
 from zoo.harness.results import comparisons, parse
 from zoo.harness.training import library_loss
 from zoo.harness.worker import first_fault, work
@@ -46,6 +47,15 @@ def test_a_model_of_another_library_is_exact(name: str) -> None:
     assert not whole["missing"]
 
 
+def test_images_have_the_channels_of_the_model() -> None:
+    model = cells("timm/resnet10t")["baseline"].model
+    for channels in (1, 3, 4):
+        arguments = model.arguments | {"in_chans": channels}
+        (batch,) = batches(replace(model, arguments=arguments), 1, seed=0)
+        assert batch.inputs.shape == (4, channels, 64, 64)
+        assert batch.inputs.std() > 0.1
+
+
 def test_what_the_library_s_own_checkpointing_changes_is_a_note_and_no_fault() -> None:
     found = cells("timm/resnet10t", "--repeats", "1")
     done: dict[str, Any] = {"model": asdict(found["baseline"].model)}
@@ -65,6 +75,13 @@ def test_what_the_library_s_own_checkpointing_changes_is_a_note_and_no_fault() -
     failed = {"status": "failed", "reason": "killed"}
     (row,) = rows([done | {"library_checkpointing": failed}])
     assert (row.faults, row.notes[0][-14:]) == ((), "failed: killed")
+
+
+def test_models_are_named_by_one_option_or_by_several() -> None:
+    pytest.importorskip("timm", exc_type=(ImportError, RuntimeError))
+    names = ["timm/resnet10t", "resnet18"]
+    for line in (["--model", *names], ["--model", names[0], "--model", names[1]]):
+        assert [model.name for model in load(line).models] == names
 
 
 def test_a_model_without_a_switch_or_a_config_that_says_so_has_no_such_cell() -> None:

@@ -180,5 +180,7 @@ def _settings(signature: str, text: str) -> tuple[str, dict[str, Any]]:
         if not name.startswith("--"):
             settings["nargs"] = "?"
     if metavar.endswith("..."):
-        metavar, settings["nargs"] = metavar.removesuffix("..."), "+"
+        metavar = metavar.removesuffix("...")
+        # repeated, the option adds values: --model a --model b
+        settings |= {"nargs": "+", "action": "extend"}
     return name, settings | {"metavar": metavar or None} | METAVARS.get(metavar, {})

@@ -91,7 +91,8 @@ def _photographs(model: ModelConfig, sizes: list[int], random: Generator) -> Ite
             crop, quarter = _crop(images[number], random)
             crops.append(F.interpolate(crop[None], sizes * 2, mode="bilinear", antialias=True))
             labels.append(4 * number + quarter)
-        yield Batch(torch.cat(crops), torch.tensor(labels) % _classes(model, "classes", 1000))
+        targets = torch.tensor(labels) % _classes(model, "classes", 1000)
+        yield Batch(_with_channels(model, torch.cat(crops)), targets)
 
 
 def _crop(image: Tensor, random: Generator) -> tuple[Tensor, int]:
@@ -111,7 +112,8 @@ def _digits(model: ModelConfig, sizes: list[int], random: Generator) -> Iterator
     while True:
         chosen = torch.randint(len(images), (model.batch_size,), generator=random)
         enlarged = F.interpolate(images[chosen], sizes * 2, mode="bilinear")
-        yield Batch(enlarged.expand(-1, 3, -1, -1).contiguous(), labels[chosen])
+        in_color = enlarged.expand(-1, 3, -1, -1).contiguous()
+        yield Batch(_with_channels(model, in_color), labels[chosen])
 
 
 def _volume(model: ModelConfig, sizes: list[int], random: Generator) -> Iterator[Batch]:
@@ -126,7 +128,7 @@ def _volume(model: ModelConfig, sizes: list[int], random: Generator) -> Iterator
         boxes = [_box(scan, random) for _ in range(model.batch_size)]
         inputs = torch.cat([F.interpolate(box, sizes, mode="trilinear") for box in boxes])
         targets = torch.bucketize(inputs[:, 0].contiguous(), bounds)
-        yield Batch((inputs - scan.mean()) / scan.std(), targets)
+        yield Batch(_with_channels(model, (inputs - scan.mean()) / scan.std()), targets)
 
 
 def _box(scan: Tensor, random: Generator) -> Tensor:
@@ -184,6 +186,16 @@ def _word_numbers() -> Tensor:
     words = re.findall(r"\w+|[^\w\s]", "\n".join(topics.values()).lower())
     ranks = {word: rank for rank, (word, _) in enumerate(Counter(words).most_common())}
     return torch.tensor([ranks[word] for word in words])
+
+
+def _with_channels(model: ModelConfig, images: Tensor) -> Tensor:
+    """Returns images or volumes with as many channels as another library's model takes."""
+    if not is_of_library(model.name):
+        return images
+    channels = sample_for(model.name, model.arguments).shape[0]
+    if images.shape[1] == channels:
+        return images
+    return images.mean(1, keepdim=True).repeat_interleave(channels, 1)
 
 
 def _classes(model: ModelConfig, argument: str, default: int) -> int:
