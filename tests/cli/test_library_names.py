@@ -54,6 +54,7 @@ def test_a_model_that_says_nothing_of_its_inputs_needs_them() -> None:
     [
         (["list", "tim/*"], "no library 'tim' in 'tim/*'. Did you mean timm?"),
         (["list", "timm/convnxt_tiny"], "Did you mean timm/convnext_tiny"),
+        (["list", "timm"], "zoo list 'timm/*' lists all"),
         (["info", "timm/resnet51"], "Did you mean timm/resnet51q, timm/resnet50"),
         (["info", "timm/resnet10t", "--args", "num_clases=3"], "Did you mean num_classes"),
         (["info", "timm/resnet10t", "--args", "resnet"], "--args of timm/resnet10t have names"),

@@ -13,7 +13,7 @@ from torch import nn
 from zoo.api.checkpoint import outline_of
 from zoo.catalog import factories
 from zoo.catalog.factories import list_models, model_arguments
-from zoo.catalog.libraries import is_of_library
+from zoo.catalog.libraries import LIBRARIES, is_of_library
 from zoo.cli.model_spec import model_spec, usual_inputs
 from zoo.cli.parser import MODEL, Answer, command
 from zoo.cli.values import shapes, shapes_text
@@ -52,9 +52,12 @@ def run_list(options: argparse.Namespace) -> Answer:
     """
     names = list_models(options.pattern)
     if not names:
-        library = options.pattern.rpartition("/")[0]
-        near = nearest(options.pattern, list_models((library and f"{library}/*") or "*"))
-        raise ArgumentError(f"no model matches {shortened(options.pattern)}.{near}")
+        library = options.pattern.partition("/")[0]
+        all_names = f"{library}/*" if library in LIBRARIES else "*"
+        near = nearest(options.pattern, list_models(all_names))
+        raise ArgumentError(
+            f"no model matches {shortened(options.pattern)}.{near} zoo list '{all_names}' lists all"
+        )
     if is_of_library(options.pattern):
         # their inputs are known one by one, of most with arguments alone
         return Answer("\n".join(names), [{"name": name} for name in names])
