@@ -79,6 +79,8 @@ def test_a_budget_is_kept_by_a_model_of_another_library(option: dict[str, Any]) 
             "cannot be built: ValueError: .*divis",
         ),
         ("transformers/GPT2LMHeadModel", {"pretrained": True}, "is a class, not weights"),
+        ("transformers/EncoderDecoderModel", {}, "cannot be built: ValueError"),
+        ("timm/resnet10t", {"pretrained": True, "num_clases": 3}, "Did you mean num_classes"),
         ("monai/UNet", {}, "needs the arguments spatial_dims, in_channels, out_channels"),
         ("monai/UNet", UNET | {"chanels": 1}, "no argument 'chanels'. Did you mean channels"),
         ("monai/UNet", UNET | {"pretrained": True}, "has no pretrained weights"),
@@ -115,7 +117,9 @@ def test_a_library_that_cannot_be_imported_is_named_with_the_way_out(
 
     monkeypatch.setattr("zoo.catalog.libraries.importlib.import_module", fail)
     version = "" if error is ModuleNotFoundError else " of the version that fits torch"
-    match = rf"needs timm, .*nothing of timm\): pip install timm{version}"
+    match = (
+        rf"timm cannot be imported here for 'timm/.*nothing of timm\): pip install timm{version}"
+    )
     for ask in (zoo.create, zoo.list_models):
         with pytest.raises(zoo.ModelNameError, match=match):
             ask("timm/resnet50")

@@ -295,7 +295,7 @@ _ANY, _EMPTY = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.empty
 
 
 def import_library(module: str, what: str, kind: type[ZooError]) -> Any:
-    """Imports a module of another library, which `what` needs; any failure becomes this error."""
+    """Imports a module of another library for `what`; any failure becomes this error."""
     try:
         return importlib.import_module(module)
     except Exception as error:
@@ -304,8 +304,8 @@ def import_library(module: str, what: str, kind: type[ZooError]) -> Any:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == name
         version = "" if is_missing else f" of the version that fits torch {torch.__version__}"
         raise kind(
-            f"{what} need{'s' * (what[-1] != 's')} {name}, which cannot be imported here "
-            f"({in_a_line(error, 200)}): pip install {name}{version}"
+            f"{name} cannot be imported here for {what} ({in_a_line(error, 200)}): "
+            f"pip install {name}{version}"
         ) from error
 
 
@@ -347,13 +347,13 @@ def build(name: str, pretrained: bool, arguments: Arguments) -> nn.Module:
         WeightsError: there are no pretrained weights, or no way to fetch them.
     """
     library, own = library_model(name)
-    _check_arguments(name, library.parameters(own), arguments)
     try:
+        _check_arguments(name, library.parameters(own), arguments)
         model = library.build(own, pretrained, arguments)
     except (ZooError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        if pretrained:
+        if pretrained and not isinstance(error, TypeError):
             raise WeightsError(
                 f"{name} cannot be built with pretrained weights, which takes a network or a file "
                 f"fetched before ({in_a_line(error, 200)})"
@@ -378,8 +378,8 @@ def unknown_argument(name: str, argument: str, known: Iterable[str]) -> Argument
 def sample_of(name: str, arguments: Arguments) -> Sample | None:
     """Returns what a model of another library is trained on; raises as `build` does."""
     library, own = library_model(name)
-    _check_arguments(name, library.parameters(own), arguments)
     try:
+        _check_arguments(name, library.parameters(own), arguments)
         return library.sample(own, arguments)
     except ZooError:
         raise
