@@ -136,7 +136,7 @@ def recurrent(name: str, length: int, batch: int) -> Case:
 def timm(name: str, small_name: str, batch: int, optimizer: str, **options: Any) -> Case:
     large = partial(peers.from_timm, name, batch, 3, 224, 224)
     small = partial(peers.from_timm, small_name, 2, 3, 32, 32)
-    return Case(f"{batch}×3×224×224", large, small, optimizer, peers.by_timm, **options)
+    return Case(f"{batch}×3×224×224", large, small, optimizer, peers.turn_on, **options)
 
 
 def timm_resnet50(batch: int, **options: Any) -> Case:
@@ -149,13 +149,13 @@ def timm_convnext(batch: int) -> Case:
 
 def hf_gpt2(batch: int, length: int, share: float) -> Case:
     large = partial(GPT2, batch, length, vocabulary=50257)
-    switch = peers.by_transformers
+    switch = peers.turn_on
     return Case(f"{batch}×{length} tokens", large, SMALL_GPT2, "adamw", switch, share=share)
 
 
 def hf_llama(batch: int, length: int, layers: int = 16) -> Case:
     large = partial(LLAMA, batch, length, num_hidden_layers=layers)
-    switch = peers.by_transformers
+    switch = peers.turn_on
     return Case(f"{batch}×{length} tokens", large, SMALL_LLAMA, "adamw", switch, share=0.8)
 
 

@@ -56,24 +56,23 @@ MakeModel = Callable[[int], peers.Model]
 
 def resnet(side: int, batch: int) -> peers.Model:
     build = partial(peers.from_timm, "resnet50", batch, 3, side, side)
-    return peers.Model(build, f"timm, 3×{side}×{side}", "Bottleneck", switch=peers.by_timm)
+    return peers.Model(build, f"timm, 3×{side}×{side}", "Bottleneck", switch=peers.turn_on)
 
 
 def densenet(side: int, batch: int) -> peers.Model:
     build = partial(peers.from_torchvision, "densenet121", batch, 3, side, side)
-    switch = partial(peers.by_flag, "memory_efficient")
-    return peers.Model(build, f"torchvision, 3×{side}×{side}", "_DenseBlock", switch=switch)
+    return peers.Model(build, f"torchvision, 3×{side}×{side}", "_DenseBlock", switch=peers.turn_on)
 
 
 def vit(name: str, side: int, batch: int) -> peers.Model:
     build = partial(peers.from_timm, name, batch, 3, side, side, img_size=side)
-    return peers.Model(build, f"timm's {name}, 3×{side}×{side}", "Block", "adamw", peers.by_timm)
+    return peers.Model(build, f"timm's {name}, 3×{side}×{side}", "Block", "adamw", peers.turn_on)
 
 
 def gpt2(tokens: int, settings: dict[str, int], batch: int) -> peers.Model:
     of = partial(peers.from_transformers, GPT2LMHeadModel, GPT2Config)
     build, size = partial(of, batch, tokens, **settings), f"transformers, {tokens} tokens"
-    return peers.Model(build, size, "GPT2Block", "adamw", peers.by_transformers)
+    return peers.Model(build, size, "GPT2Block", "adamw", peers.turn_on)
 
 
 def volumes(side: int, batch: int) -> peers.Model:

@@ -56,6 +56,7 @@ from zoo.profiling.kernel_costs import flop_formulas
 from zoo.profiling.peak_memory import gradient_addresses, measure_step, trace
 from zoo.profiling.step_profile import Profile
 from zoo.profiling.tensor_spec import tensors_in
+from zoo.tracing.switches import switch_of
 
 DRAWN = 50
 RESULTS = Path("results/models.jsonl")
@@ -64,12 +65,11 @@ Build = Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
 
 @dataclass
 class Subject:
-    """A model, what it is called with, and how its own checkpointing is switched on."""
+    """A model, and what it is called with."""
 
     name: str
     library: str
     build: Build
-    switch: Callable[[nn.Module], object] | None = None
 
 
 @dataclass
@@ -203,18 +203,11 @@ class UNet(nn.Module):
         return self.head(x)
 
 
-def by_timm(model: Any) -> None:
-    model.set_grad_checkpointing(True)
-
-
-def by_transformers(model: Any) -> None:
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def by_flag(name: str, model: nn.Module) -> None:
-    for module in model.modules():
-        if hasattr(module, name):
-            setattr(module, name, True)
+def turn_on(model: nn.Module) -> None:
+    """Turns a model's own checkpointing on."""
+    switch = switch_of(model)
+    assert switch is not None, f"{type(model).__name__} has no checkpointing of its own"
+    switch.turn(True)
 
 
 def subjects() -> list[Subject]:
@@ -238,45 +231,40 @@ def subjects() -> list[Subject]:
             "mobilenet_v3_large",
         )
     ]  # fmt: skip
-    efficient = functools.partial(by_flag, "memory_efficient")
     swin = {"in_channels": 1, "out_channels": 2, "feature_size": 12}
     return [
         *named,
-        Subject("densenet121", "torchvision", from_torchvision("densenet121"), efficient),
+        Subject("densenet121", "torchvision", from_torchvision("densenet121")),
         Subject("fasterrcnn's backbone", "torchvision", detector),
         Subject("r3d_18", "torchvision", functools.partial(video, 8, 112)),
         Subject("r3d_18 on 4×32×32", "torchvision", functools.partial(video, 4, 32)),
         *(
-            Subject(name, "timm", from_timm(name), by_timm)
+            Subject(name, "timm", from_timm(name))
             for name in (
                 "resnet50", "vit_tiny_patch16_224", "convnext_atto", "swin_tiny_patch4_window7_224",
                 "efficientnet_b0", "densenet121", "eva02_tiny_patch14_224",
             )
         ),
         Subject("gpt2", "transformers",
-                from_transformers("GPT2LMHeadModel", "GPT2Config", **gpt2, **ends),
-                by_transformers),
+                from_transformers("GPT2LMHeadModel", "GPT2Config", **gpt2, **ends)),
         Subject("bert", "transformers",
-                from_transformers("BertForMaskedLM", "BertConfig", **small), by_transformers),
+                from_transformers("BertForMaskedLM", "BertConfig", **small)),
         Subject("llama", "transformers",
-                from_transformers("LlamaForCausalLM", "LlamaConfig", **small), by_transformers),
+                from_transformers("LlamaForCausalLM", "LlamaConfig", **small)),
         Subject("t5", "transformers",
-                from_transformers("T5ForConditionalGeneration", "T5Config", **t5, **ends),
-                by_transformers),
+                from_transformers("T5ForConditionalGeneration", "T5Config", **t5, **ends)),
         Subject("vit", "transformers",
-                from_transformers("ViTForImageClassification", "ViTConfig", patch_size=8, **vit),
-                by_transformers),
+                from_transformers("ViTForImageClassification", "ViTConfig", patch_size=8, **vit)),
         Subject("whisper", "transformers",
                 from_transformers("WhisperForConditionalGeneration", "WhisperConfig", **whisper,
-                                  **ends), by_transformers),
+                                  **ends)),
         Subject("mamba", "transformers",
                 from_transformers("MambaForCausalLM", "MambaConfig", vocab_size=99, hidden_size=64,
-                                  num_hidden_layers=3, state_size=8), by_transformers),
+                                  num_hidden_layers=3, state_size=8)),
         Subject("VNet", "MONAI", from_monai("VNet", 32)),
         Subject("UNet", "MONAI", from_monai("UNet", 32, spatial_dims=3, in_channels=1,
                 out_channels=2, channels=(8, 16, 32), strides=(2, 2), num_res_units=2)),
-        Subject("SwinUNETR", "MONAI", from_monai("SwinUNETR", 64, **swin),
-                functools.partial(by_flag, "use_checkpoint")),
+        Subject("SwinUNETR", "MONAI", from_monai("SwinUNETR", 64, **swin)),
         Subject("nn.Transformer", "torch", transformer),
         Subject("U-Net by hand", "torch", lambda: (UNet(), image(64), {})),
         Subject("LSTM by hand", "torch",
@@ -438,15 +426,14 @@ def row(subject: Subject, budget: bool = True) -> list[str]:
     if difference(record(copy.deepcopy(model), args, kwargs), expected):
         return [subject.name, subject.library, *[""] * 5, "not deterministic itself"]
     plain = cost(copy.deepcopy(model), args, kwargs)
-    own = None
-    if subject.switch is not None:
-        switched = copy.deepcopy(model)
+    own, switched = None, copy.deepcopy(model)
+    if switch := switch_of(switched):
         try:
-            subject.switch(switched)
+            switch.turn(True)
             own = cost(switched, args, kwargs)
         except Exception as error:
             print(f"# {subject.name}: its own switch fails: {error}", file=sys.stderr)
-        del switched
+    del switched, switch
     ours = copy.deepcopy(model)
     try:
         zoo.checkpoint(ours)

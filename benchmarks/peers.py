@@ -49,7 +49,7 @@ import timm
 import torch
 import torch.nn.functional as F
 import torchvision
-from models import Flops, by_flag, by_timm, by_transformers
+from models import Flops, turn_on
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     checkpoint,
@@ -75,6 +75,7 @@ from zoo.profiling.kernel_costs import flop_formulas
 from zoo.profiling.peak_memory import measure_step
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.report.escaping import markdown_table
+from zoo.tracing.switches import turn_transformers
 from zoo.units import format_bytes
 from zoo.verification.state_comparison import Record, first_difference, record
 
@@ -201,38 +202,38 @@ LLAMA, GPT2 = BERT | {"num_hidden_layers": 8}, {"n_embd": 128, "n_layer": 4, "n_
 MODELS: dict[str, Model] = {
     "ResNet-50": Model(
         partial(from_timm, "resnet50", 6, 3, 128, 128), "timm, 6×3×128×128", "Bottleneck",
-        switch=by_timm,
+        switch=turn_on,
         rows=lambda m: [(s, [*s]) for s in (m.layer1, m.layer2, m.layer3, m.layer4)],
     ),
     "DenseNet-121": Model(
         partial(from_torchvision, "densenet121", 4, 3, 96, 96), "torchvision, 4×3×96×96",
-        "_DenseBlock", switch=partial(by_flag, "memory_efficient"),
+        "_DenseBlock", switch=turn_on,
         rows=lambda m: [(m.features, [*m.features])],
     ),
     "ViT-Ti/16": Model(
         partial(from_timm, "vit_tiny_patch16_224", 8, 3, 128, 128, img_size=128),
-        "timm, 8×3×128×128", "Block", "adamw", by_timm, lambda m: [(m.blocks, [*m.blocks])],
+        "timm, 8×3×128×128", "Block", "adamw", turn_on, lambda m: [(m.blocks, [*m.blocks])],
     ),
     "Swin-T at half its width": Model(
         partial(from_timm, "swin_tiny_patch4_window7_224", 2, 3, 224, 224, embed_dim=48),
-        "timm, 2×3×224×224", "SwinTransformerBlock", "adamw", by_timm,
+        "timm, 2×3×224×224", "SwinTransformerBlock", "adamw", turn_on,
         partial(stages, "layers"),
     ),
     "ConvNeXt-Atto": Model(
         partial(from_timm, "convnext_atto", 4, 3, 128, 128), "timm, 4×3×128×128", "ConvNeXtBlock",
-        "adamw", by_timm, partial(stages, "stages"),
+        "adamw", turn_on, partial(stages, "stages"),
     ),
     "GPT-2 of 4 layers": Model(
         partial(from_transformers, GPT2LMHeadModel, GPT2Config, 4, 128, **GPT2),
-        "transformers, width 128, 4×128 tokens", "GPT2Block", "adamw", by_transformers,
+        "transformers, width 128, 4×128 tokens", "GPT2Block", "adamw", turn_on,
     ),
     "Llama of 8 layers": Model(
         partial(from_transformers, Llama, LlamaConfig, 4, 128, **LLAMA),
-        "transformers, width 128, 4×128 tokens", "LlamaDecoderLayer", "adamw", by_transformers,
+        "transformers, width 128, 4×128 tokens", "LlamaDecoderLayer", "adamw", turn_on,
     ),
     "BERT of 4 layers": Model(
         partial(from_transformers, BertForMaskedLM, BertConfig, 4, 128, **BERT),
-        "transformers, width 128, 4×128 tokens", "BertLayer", "adamw", by_transformers,
+        "transformers, width 128, 4×128 tokens", "BertLayer", "adamw", turn_on,
     ),
     "U-Net": Model(unet, "MONAI's BasicUNet, 1×1×32×32×32", "TwoConv"),
     "LSTM": Model(lstm, "torch, 2 layers of width 256, 80×16 words", "LSTM"),
@@ -401,7 +402,7 @@ SWITCHES = {
     "torchvision's own switch, `memory_efficient=True`": (
         "https://docs.pytorch.org/vision/stable/models/densenet.html"
     ),
-    "transformers' own switch, `gradient_checkpointing_enable()`": TRANSFORMERS,
+    "transformers' own switch, `activation_checkpointing_enable()`": TRANSFORMERS,
 }
 HOOKS = "https://docs.pytorch.org/docs/stable/autograd.html#saved-tensors-hooks"
 FAIRSCALE = "https://github.com/facebookresearch/fairscale"
@@ -444,7 +445,7 @@ METHODS: dict[str, Method] = {
     "torch, save_on_cpu": Method(on_cpu, HOOKS, models=PUBLIC),
     OWN: Method(lambda training, _: training.of.switch(training.model), applies=has_switch),
     "transformers, every_n_layers=2": Method(
-        lambda training, _: training.model.gradient_checkpointing_enable(every_n_layers=2),
+        lambda training, _: turn_transformers(training.model, every_n_layers=2),
         TRANSFORMERS, models=PUBLIC,
     ),
     "fairscale, each block": Method(by_fairscale, FAIRSCALE, models=WRAPPED),

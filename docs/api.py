@@ -24,7 +24,7 @@ import zoo.policy.budget
 import zoo.policy.options
 import zoo.profiling.optimizer_memory
 import zoo.sizing.size_estimate
-from zoo.catalog import OPTIONS, list_models, model_arguments
+from zoo.catalog.factories import OPTIONS, list_models, model_arguments
 
 TARGET = Path(__file__).parent / "api.md"
 HEADER = """\

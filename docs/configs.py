@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zoo.catalog import list_models
+from zoo.catalog.factories import list_models
+from zoo.catalog.libraries import LIBRARIES
 from zoo.harness.config import MODEL_KEYS, RUN_KEYS
 from zoo.harness.default_configs import RECIPES
 
@@ -22,11 +23,13 @@ PAGE = ROOT / "docs" / "configs.md"
 
 def json_schema() -> Schema:
     """Returns the JSON schema (draft 7) of a config file."""
-    name = {"enum": list_models(), "description": "a name of `zoo list`"}
+    others = {"type": "string", "pattern": f"^({'|'.join(LIBRARIES)})/."}
+    names = [{"enum": list_models()}, others]
+    name = {"anyOf": names, "description": "a name of `zoo list`, or of another library's model"}
     models = {
         "type": "array",
         "minItems": 1,
-        "items": {"anyOf": [{"enum": list_models()}, _object("name", name=name, **MODEL_KEYS)]},
+        "items": {"anyOf": [*names, _object("name", name=name, **MODEL_KEYS)]},
         "description": "the models to compare, by name or with keys of their own",
     }
     return {

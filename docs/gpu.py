@@ -33,7 +33,7 @@ machine, the versions, the commit of this repository, and of how many runs the n
 of one run has no spread; do not read much into small differences. Inputs are random numbers.
 
 *True* is `checkpoint=True`, *switch* the library's own way to checkpoint (timm's
-`set_grad_checkpointing`, transformers' `gradient_checkpointing_enable`), a *plan* one for a share
+`set_grad_checkpointing`, transformers' `activation_checkpointing_enable`), a *plan* one for a share
 of the baseline's peak, which stands behind the number.
 """
 EXACT = """\

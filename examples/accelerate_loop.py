@@ -19,7 +19,7 @@ from accelerate.utils import broadcast_object_list, set_seed
 from digits import Classifier, loader, report
 from torch import Tensor, nn
 
-import zoo
+from zoo.integrations.accelerate import prepare
 
 EPOCHS = 2
 
@@ -29,9 +29,11 @@ def fit(
 ) -> dict[str, Tensor]:
     """Trains from an epoch on, whose states lie in `folder`, and returns the weights at the end."""
     set_seed(0)
-    model = zoo.checkpoint(Classifier(), checkpoint)  # before or after `prepare`
+    model = Classifier()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
+    model, optimizer, batches = prepare(
+        accelerator, model, optimizer, loader(), checkpoint=checkpoint
+    )
     if first:
         accelerator.load_state(str(folder / str(first)))
     for epoch in range(first, EPOCHS):

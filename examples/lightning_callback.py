@@ -4,7 +4,8 @@
     python examples/lightning_callback.py
 
 Trains a classifier of digits plainly, checkpointed, and checkpointed from the middle on, and exits
-with 1 unless all three end with the same bits. `Checkpointed` is all that your own code needs.
+with 1 unless all three end with the same bits. `ActivationCheckpointing` is all that your own code
+needs.
 """
 
 import sys
@@ -18,38 +19,9 @@ from digits import Classifier, loader, report
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-import zoo
+from zoo.integrations.lightning import ActivationCheckpointing
 
 EPOCHS = 2
-
-
-class Checkpointed(lightning.Callback):
-    """Runs a part of the LightningModule by a plan in `fit`; the options are `zoo.checkpoint`'s.
-
-    Lightning's checkpoints lack the random state, so that a resumed run draws other dropout masks.
-    This one's is saved and, before the first epoch after a resume, put back.
-    """
-
-    def __init__(self, part: str = "", checkpoint: Any = True, **options: Any) -> None:
-        self.part, self.checkpoint, self.options = part, checkpoint, options
-        self.stream: Tensor | None = None
-
-    def on_fit_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        zoo.checkpoint(module.get_submodule(self.part), self.checkpoint, **self.options)
-
-    def on_train_epoch_start(self, *_: Any) -> None:
-        if self.stream is not None:
-            torch.set_rng_state(self.stream)
-            self.stream = None
-
-    def on_fit_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        zoo.uncheckpoint(module)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"stream": torch.get_rng_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.stream = state["stream"]
 
 
 class Digits(lightning.LightningModule):
@@ -79,12 +51,12 @@ def fit(folder: Path, checkpoint: Any, resume: Path | None = None) -> dict[str, 
     trainer = lightning.Trainer(
         accelerator="cpu",
         max_epochs=EPOCHS,
-        callbacks=[Checkpointed("net", checkpoint), saving],
+        callbacks=[ActivationCheckpointing("net", checkpoint), saving],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, loader(), ckpt_path=resume, weights_only=False)
+    trainer.fit(module, loader(), ckpt_path=resume)
     return module.state_dict()
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: `zoo.checkpoint(model)` in the place of `gradient_checkpointing=True`.
+"""Hugging Face Trainer: a callback in the place of `gradient_checkpointing=True`.
 
     pip install 'zoo-checkpoint[examples]'
     python examples/transformers_trainer.py
@@ -19,7 +19,7 @@ import transformers
 from digits import report
 from torch import Tensor
 
-import zoo
+from zoo.integrations.transformers import ActivationCheckpointingCallback
 
 STEPS = 6
 LENGTH = 64
@@ -40,7 +40,7 @@ def fit(folder: Path, checkpoint: Any, resume: Path | None = None) -> dict[str, 
         # a cache is for generation, and would keep the keys and values of each layer
         use_cache=False, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    model = zoo.checkpoint(transformers.GPT2LMHeadModel(config), checkpoint)
+    model = transformers.GPT2LMHeadModel(config)
     settings = transformers.TrainingArguments(
         str(folder),
         max_steps=STEPS,
@@ -51,7 +51,8 @@ def fit(folder: Path, checkpoint: Any, resume: Path | None = None) -> dict[str, 
         disable_tqdm=True,
         logging_strategy="no",
     )
-    trainer = transformers.Trainer(model, settings, train_dataset=texts())
+    saving = ActivationCheckpointingCallback(checkpoint)
+    trainer = transformers.Trainer(model, settings, train_dataset=texts(), callbacks=[saving])
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return model.state_dict()
 

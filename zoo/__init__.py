@@ -21,7 +21,7 @@ from zoo.api.plan import frontier as frontier, plan as plan
 from zoo.api.plan_rank import RankReport as RankReport, plan_rank as plan_rank
 from zoo.api.track import Anatomy as Anatomy, anatomy as anatomy, track as track
 from zoo.api.verify import verify as verify
-from zoo.catalog import (
+from zoo.catalog.factories import (
     create as create,
     densenet100 as densenet100,
     densenet121 as densenet121,

@@ -100,10 +100,14 @@ class VerifyError(ZooError, AssertionError):
     """A verified training was not that of the baseline, or this cannot be told."""
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns ' Did you mean a, b?' for the names closest to `name`, or '' when none is close."""
-    close = difflib.get_close_matches(name, list(dict.fromkeys(names)), n=3, cutoff=0.5)
-    return f" Did you mean {', '.join(close)}?" if close else ""
+def nearest(name: str, names: Iterable[str], before: str = "") -> str:
+    """Returns ' Did you mean a, b?' for the names closest to `name`, or '' when none is close.
+
+    Upper and lower case count as equal; `before` is written before each.
+    """
+    spelled = {key.lower(): f"{before}{key}" for key in names}
+    close = difflib.get_close_matches(name.lower(), spelled, n=3, cutoff=0.5)
+    return f" Did you mean {', '.join(map(spelled.__getitem__, close))}?" if close else ""
 
 
 def shortened(value: object) -> str:

@@ -10,7 +10,7 @@ import torch
 import zoo
 from tests.tracing.models import Net
 from tests.training import Residuals
-from zoo.catalog import model_arguments
+from zoo.catalog.factories import model_arguments
 from zoo.cli.main import run
 from zoo.profiling.peak_memory import trace
 

@@ -153,7 +153,7 @@ MISTAKES = [
     (["verify", "resnet18", "--batches", "2"], "no option --batches. Did you mean --batch-size"),
     (["compare", "--batchsize", "3"], "no option --batchsize. Did you mean --batch-size"),
     (["compare", "qick"], "there is no config 'qick'. Did you mean quick"),
-    (["compare", "--model", "resnet51"], "no model has this name. Did you mean .*resnet50"),
+    (["compare", "--model", "resnet51"], r"no model 'resnet51'\. Did you mean .*resnet50"),
     (["report", "nowhere"], "there are no results in 'nowhere'"),
     (["report", "setup.cfg"], "'setup.cfg' holds no results of a comparison"),
 ]

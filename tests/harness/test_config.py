@@ -164,7 +164,7 @@ def test_a_vision_transformer_is_built_for_the_size_it_is_given():
     [
         ("step: 2\nmodels: [resnet18]", "no key 'step'. Did you mean steps"),
         ("models: [{name: resnet18, batchsize: 2}]", "no key 'batchsize'. Did you mean batch_size"),
-        ("models: [resnet5O]", "no model has this name. Did you mean resnet50"),
+        ("models: [resnet5O]", "no model 'resnet5O'. Did you mean resnet50"),
         ("models: [{name: vnet, arguments: {clases: 2}}]", "'clases'. Did you mean classes"),
         ("models: [{name: resnet18, optimizer: adam}]", "'sgd' or 'adamw'; got 'adam'.*mean adamw"),
         ("models: [{name: resnet18, batch_size: few}]", "should be a valid integer; got 'few'"),
@@ -216,7 +216,7 @@ def test_what_is_wrong_is_said_with_the_nearest_right_one(write, text, message):
         (["--dtype", "float16"], "^--dtype should be 'float32' or 'bfloat16'; got 'float16'"),
         (["--model", "resnet18", "--steps", "many"], "^--steps should be a valid integer; got 'm"),
         (["--tolerance", "-1"], "^--tolerance should be at least 0; got -1"),
-        (["--model", "resnet5O"], "^--model resnet5O: no model .*Did you mean resnet50"),
+        (["--model", "resnet5O"], "^--model resnet5O: there is no model .*Did you mean resnet50"),
         (["--batch-size", "0"], "^--batch-size should be at least 1; got 0"),
         (["--size", "[0]"], "^--size should be .*at least 1"),
         (["--checkpoint", "sqtr"], "^--checkpoint is wrong: it takes .*Did you mean sqrt"),

@@ -11,7 +11,7 @@ from rich.console import Console
 from tests.report import recorded
 from tests.report.recorded import WHERE, graph, with_graphs
 from zoo.report.html_page import page
-from zoo.report.rows import GRAPHS, VARIANTS, heading, median, quartiles, rows
+from zoo.report.rows import GRAPHS, VARIANTS, heading, median, quartiles, rows, variants
 from zoo.report.text_report import show, write_report
 
 MODEL = recorded.MODEL | {"largest_ratio": 0.3}
@@ -96,13 +96,13 @@ def test_numbers_are_those_of_the_records():
 
 def test_a_third_variant_is_measured_against_the_same_baseline():
     (row,) = rows([three()])
-    assert row.variants == list(VARIANTS)
+    assert row.variants == ["baseline", "checkpointed", "optimizer_in_backward"]
     assert row.peaks["peak"]["optimizer_in_backward"] == 10**8
     assert row.ratio("optimizer_in_backward") == 0.1
     assert row.time_ratios("optimizer_in_backward") == [1.2, 2.6 / 2.0, 4.4 / 4.0]
     assert (row.exact, row.faults) == (True, ())
     # the columns of the whole step come first, then the activations
-    found = cells(row, VARIANTS)
+    found = cells(row, variants([row]))
     assert [*found][3:8] == [
         *("step peak: baseline", "step peak: checkpointed"),
         *("step peak: + optimizer in backward", "activation peak", "without workspaces"),

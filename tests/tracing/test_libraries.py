@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zoo
 from tests.training import assert_same, images, train
+from zoo.tracing.switches import transformers_method, turn_transformers
 
 Made = tuple[nn.Module, list[Tensor]]
 SMALL = {"vocab_size": 99, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32}
@@ -94,10 +95,11 @@ def test_a_model_that_hands_a_cache_on_is_planned_for_and_exact(option: Any) -> 
 
 def test_the_library_s_own_switch_is_refused_and_may_be_turned_off() -> None:
     model, inputs = gpt2()
-    model.train().gradient_checkpointing_enable()
-    with pytest.raises(zoo.ArgumentError, match="gradient_checkpointing_disable"):
+    turn_transformers(model.train())
+    way_off = transformers_method(model, "disable")
+    with pytest.raises(zoo.ArgumentError, match=rf"Turn that off by model\.{way_off}\(\)"):
         zoo.checkpoint(model)
-    model.gradient_checkpointing_disable()
+    turn_transformers(model, False)
     zoo.checkpoint(model, "blocks")(*inputs)
 
 
@@ -106,10 +108,7 @@ def test_the_library_s_own_switch_may_be_turned_on_later() -> None:
     model = zoo.checkpoint(copy.deepcopy(plain.train()), "blocks")
     for is_on in (False, True, False):
         for each in (model, plain):
-            if is_on:
-                each.gradient_checkpointing_enable({"use_reentrant": False})
-            else:
-                each.gradient_checkpointing_disable()
+            turn_transformers(each, is_on)
         one, other = (train(m, lambda: inputs, forward=first(m)) for m in (model, plain))
         assert_same(one, other)
 

@@ -17,8 +17,9 @@ from zoo.profiling.progress import shown
 from zoo.profiling.step_profile import Outline
 from zoo.tracing.forward_patch import Patch
 from zoo.tracing.isolated_trace import step_trace_of
-from zoo.tracing.partition import check_switches, partition, paths_of
+from zoo.tracing.partition import partition, paths_of
 from zoo.tracing.planned_forward import PatchedForward, named_steps, patched_forward
+from zoo.tracing.switches import check_switches
 from zoo.units import plural
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)

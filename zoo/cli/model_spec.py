@@ -1,6 +1,7 @@
 """The model and the inputs that a command line names.
 
 resnet50                              in the catalog; its recipe gives inputs if options do not
+timm/resnet50                         a model of another library by name, the same
 timm.create_model --args resnet50     import path of anything that makes a torch.nn.Module
 mypackage.models:Net                  the same, with a colon after the module
 folder/mine.py:Net                    the same, of a file
@@ -22,7 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.catalog import create, list_models, model_arguments
+from zoo.catalog.factories import check_name, create
+from zoo.catalog.libraries import Sample, is_of_library, sample_of
 from zoo.cli.values import RandomInput
 from zoo.errors import (
     ArgumentError,
@@ -33,14 +35,12 @@ from zoo.errors import (
     shortened,
     shortened_text,
 )
-from zoo.harness.default_configs import recipe
+from zoo.harness.default_configs import AXES, recipe, sample_for
 from zoo.invocation import Inputs
 from zoo.profiling.progress import shown
 from zoo.tracing.isolated_trace import LARGEST
 
 Specs = tuple[RandomInput | None, ...]
-# how many numbers --size takes, by the data of a recipe
-AXES = {"photographs": 2, "digits": 2, "volume": 3, "text": 1, "stream": 1}
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def model_spec(options: argparse.Namespace, batch_size: int | None = None) -> Mo
             f"{shortened_text(name)} is a file; name what makes the model in it, as "
             f"{shortened_text(name)}:Net"
         )
-    if "." not in name and ":" not in name:
+    if _is_name(name):
         return _of_catalog(options, positional, named, batch_size)
     if options.size or options.batch_size or not options.input:
         raise ArgumentError(
@@ -162,26 +162,31 @@ def _of_catalog(
     options: argparse.Namespace, positional: list[Any], named: dict[str, Any], count: int | None
 ) -> ModelSpec:
     name = options.model
-    if name not in list_models():
+    try:
+        check_name(name)
+    except ModelNameError as error:
         raise ModelNameError(
-            f"there is no model {shortened(name)}.{nearest(name, list_models())} "
-            "`zoo list` shows all; of another package, give the import path: "
-            "timm.create_model --args resnet50"
-        )
+            f"{error}. For any other model give the import path: package.module:Name"
+        ) from error
     if positional:
         raise ArgumentError(
             f"--args of {name} have names: classes=10; got {shortened(positional[0])}"
         )
     if options.input and (options.size or options.batch_size):
         raise ArgumentError("--input includes --size and --batch-size; give it alone")
-    arguments, data = _with_defaults(name, named), recipe(name)["data"]
     if options.input:
-        inputs = _with_targets(options.input, data, arguments)
+        is_foreign = is_of_library(name)
+        sample = sample_of(name, named) if is_foreign else sample_for(name, named)
+        inputs = _completed(options.input, sample)
     else:
+        sample = sample_for(name, named)
         inputs = usual_inputs(name, named, options.batch_size or count, options.size)
-    if "image_size" in arguments and "image_size" not in named and inputs[0] is not None:
-        named = {**named, "image_size": inputs[0].shape[-1]}
-    return ModelSpec(name, lambda: create(name, **named), inputs, int(data == "stream"))
+    first = inputs[0]
+    if sample is not None and first is not None and sample.size_argument:
+        sides = first.shape[2:] or first.shape[-1:]
+        named = {sample.size_argument: sides if len({*sides}) > 1 else sides[-1], **named}
+    is_stream = sample is not None and sample.data == "stream"
+    return ModelSpec(name, lambda: create(name, **named), inputs, int(is_stream))
 
 
 def usual_inputs(
@@ -191,35 +196,45 @@ def usual_inputs(
     size: Sequence[int] | None = None,
 ) -> Specs:
     """Returns the default inputs of a model of the catalog that is built with these arguments."""
-    settings, arguments = recipe(name), _with_defaults(name, named)
-    data, count = settings["data"], batch_size or settings["batch_size"]
-    axes, sides = AXES[data], list(size or [settings["size"]])
+    sample, count = sample_for(name, named), batch_size or recipe(name, named)["batch_size"]
+    axes = AXES[sample.data]
+    sides = list(size or sample.shape[-axes:])
     if len(sides) not in (1, axes):
         raise ArgumentError(f"--size takes 1 or {axes} numbers for this model; got {len(sides)}")
-    if axes > 1:
-        sides = sides if len(sides) == axes else sides * axes
-        return (RandomInput((count, arguments["in_channels"], *sides)),)
+    sides = sides if len(sides) == axes else sides * axes
     # an LSTM takes (T, N)
-    shape = (*sides, count) if data == "stream" else (count, *sides)
-    return _with_targets([RandomInput(shape)], data, arguments)
+    is_stream = sample.data == "stream"
+    shape = (*sides, count) if is_stream else (count, *sample.shape[:-axes], *sides)
+    return _completed([RandomInput(shape)], sample)
 
 
-def _with_defaults(name: str, named: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: entry.default for key, entry in model_arguments(name).items()} | dict(named)
-
-
-def _with_targets(
-    inputs: Sequence[RandomInput | None], data: str, arguments: Mapping[str, Any]
-) -> Specs:
-    """Makes a language model's inputs integers, and adds targets if there are only tokens."""
-    if data not in ("text", "stream"):
+def _completed(inputs: Sequence[RandomInput | None], sample: Sample | None) -> Specs:
+    """Makes a language model's tokens integers, and adds targets if there are only tokens."""
+    if sample is None or (sample.data not in ("text", "stream") and not sample.argument):
         return tuple(inputs)
+    first = inputs[0]
+    if is_alone := len(inputs) == 1 and first is not None and not first.name:
+        inputs = [replace(first, name=sample.argument)]
+    if sample.data not in ("text", "stream"):
+        return tuple(inputs)
+    # other arguments, such as a mask, are no tokens
+    names = (sample.argument, sample.labels) if sample.argument else None
     tokens = tuple(
-        spec and replace(spec, dtype=spec.dtype or torch.int64, below=arguments["vocabulary"])
+        replace(spec, dtype=spec.dtype or torch.int64, below=sample.classes)
+        if spec is not None and (names is None or spec.name in names)
+        else spec
         for spec in inputs
     )
-    between = (None,) if data == "stream" else ()
-    return tokens if len(tokens) > 1 else (*tokens, *between, *tokens)
+    if names is None:
+        between = (None,) if sample.data == "stream" else ()
+        return tokens if len(tokens) > 1 else (*tokens, *between, *tokens)
+    labels = tokens if is_alone and sample.labels else ()
+    return (*tokens, *(spec and replace(spec, name=sample.labels) for spec in labels))
+
+
+def _is_name(name: str) -> bool:
+    """Returns whether a model is named as one of the catalog or of a library, there or not."""
+    return ":" not in name and ("." not in name or is_of_library(name))
 
 
 def _is_file(name: str) -> bool:

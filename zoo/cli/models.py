@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-import zoo.catalog
 from zoo.api.checkpoint import outline_of
-from zoo.catalog import list_models, model_arguments
+from zoo.catalog import factories
+from zoo.catalog.factories import list_models, model_arguments
+from zoo.catalog.libraries import LIBRARIES, is_of_library
 from zoo.cli.model_spec import model_spec, usual_inputs
 from zoo.cli.parser import MODEL, Answer, command
 from zoo.cli.values import shapes, shapes_text
@@ -42,20 +43,28 @@ class ModelPart:
 
 @command({"pattern PATTERN=*": "pattern of names, as in a shell: 'resnet*'"})
 def run_list(options: argparse.Namespace) -> Answer:
-    """Lists the models of the catalog.
+    """Lists the models of the catalog, or of another library that the pattern names.
 
     examples:
       zoo list
       zoo list 'resnet*' --json
+      zoo list 'timm/convnext*'
     """
     names = list_models(options.pattern)
     if not names:
-        near = nearest(options.pattern, list_models())
-        raise ArgumentError(f"no model matches {shortened(options.pattern)}.{near}")
+        library = options.pattern.partition("/")[0]
+        all_names = f"{library}/*" if library in LIBRARIES else "*"
+        near = nearest(options.pattern, list_models(all_names))
+        raise ArgumentError(
+            f"no model matches {shortened(options.pattern)}.{near} zoo list '{all_names}' lists all"
+        )
+    if is_of_library(options.pattern):
+        # their inputs are known one by one, of most with arguments alone
+        return Answer("\n".join(names), [{"name": name} for name in names])
     models = [
         {
             "name": name,
-            "kind": inspect.signature(getattr(zoo.catalog, name)).return_annotation.__name__,
+            "kind": inspect.signature(getattr(factories, name)).return_annotation.__name__,
             "inputs": shapes(usual_inputs(name, {})),
             "arguments": list(model_arguments(name)),
         }
@@ -82,7 +91,8 @@ def run_info(options: argparse.Namespace) -> Answer:
     except TraceError as error:
         parts, noun, reason = _children(model, invocation, error), "module", str(error)
     parameters = list(model.parameters())
-    signature = model_arguments(spec.name) if spec.name in list_models() else {}
+    is_named = is_of_library(spec.name) or spec.name in list_models()
+    signature = model_arguments(spec.name) if is_named else {}
     arguments = {name: _default(argument) for name, argument in signature.items()}
     data: dict[str, Any] = {
         "name": spec.name,

@@ -39,8 +39,9 @@ METAVARS: dict[str, dict[str, Any]] = {
     "STRATEGY": {"choices": list(STRATEGIES), "metavar": None},
 }
 MODEL = {
-    "model": "a name of `zoo list`, or the import path of a class or function that makes a model, "
-    "whose code is run: timm.create_model, package:Class, file.py:Class",
+    "model": "a name of `zoo list`; another library's, such as timm/resnet50, torchvision/swin_t, "
+    "transformers/GPT2LMHeadModel or monai/UNet; or the import path of a class or function that "
+    "makes a model, whose code is run: timm.create_model, package:Class, file.py:Class",
     "--args VALUE...": "arguments to build the model with: classes=10; for an import path also "
     "positional ones: resnet50",
     "--input SHAPE": "shape of an input: 32,3,224,224; with a type: 8,128:int64; with the name of "
@@ -179,5 +180,7 @@ def _settings(signature: str, text: str) -> tuple[str, dict[str, Any]]:
         if not name.startswith("--"):
             settings["nargs"] = "?"
     if metavar.endswith("..."):
-        metavar, settings["nargs"] = metavar.removesuffix("..."), "+"
+        metavar = metavar.removesuffix("...")
+        # repeated, the option adds values: --model a --model b
+        settings |= {"nargs": "+", "action": "extend"}
     return name, settings | {"metavar": metavar or None} | METAVARS.get(metavar, {})

@@ -1,11 +1,13 @@
 """Cells of a comparison: the units of work that each run in a process of their own.
 
-Each model of a config has four. A cell whose key already has a result is not measured again.
+Each model of a config has four or five. A cell whose key has a result is not measured again.
 
     baseline                steps with digests, the last with its memory traced, no recomputation
     checkpointed            the same with the plan
     optimizer_in_backward   the same with its own plan and `zoo.optimizer_in_backward`, unless the
                             config leaves it out
+    library_checkpointing   the baseline with the checkpointing of its own library, timm's say,
+                            where there is one, unless the config leaves it out
     timing                  one model as each of these on the same batches, step by step in turn
 
 others if the config asks for CUDA graphs:
@@ -15,7 +17,7 @@ others if the config asks for CUDA graphs:
     checkpointed_graph, optimizer_in_backward_graph
                             the same by the plans of these variants
 
-and one where a training differs from the baseline:
+and one where a training of zoo's differs from the baseline:
 
     baseline_again          the baseline once more, which may differ from itself
 """
@@ -30,14 +32,23 @@ from typing import Any, Literal
 
 import torch
 
+from zoo.catalog.factories import create_on_meta
+from zoo.catalog.libraries import is_of_library
 from zoo.cuda_graphs.graphed_step import WARM_UPS
 from zoo.harness.config import Config, ModelConfig
 from zoo.planner.plan import Plan
 from zoo.planner.schemes import NAMES
+from zoo.tracing.switches import switch_of
 
 Graph = Literal["baseline_graph", "checkpointed_graph", "optimizer_in_backward_graph"]
 Kind = Literal[
-    "baseline", "checkpointed", "optimizer_in_backward", "timing", "baseline_again", Graph
+    "baseline",
+    "checkpointed",
+    "optimizer_in_backward",
+    "library_checkpointing",
+    "timing",
+    "baseline_again",
+    Graph,
 ]
 # the cells of each model
 KINDS: Sequence[Kind] = ("baseline", "checkpointed", "optimizer_in_backward", "timing")
@@ -47,6 +58,8 @@ GRAPHS: Mapping[Kind, Kind] = {
     "checkpointed_graph": "checkpointed",
     "optimizer_in_backward_graph": "optimizer_in_backward",
 }
+# those that train without a plan
+UNPLANNED = ("baseline", "library_checkpointing")
 # steps before one that is captured; the first of a stream has no state from before
 EAGER_STEPS = 1 + WARM_UPS
 
@@ -55,7 +68,8 @@ EAGER_STEPS = 1 + WARM_UPS
 class Cell:
     """The work of one process; `memory_limit` in bytes, `plan` replaces the model's `checkpoint`.
 
-    `optimizer_in_backward` adds that variant, with `plan_in_backward`, to the timed ones.
+    `optimizer_in_backward` adds that variant, with `plan_in_backward`, to the timed ones;
+    `library_checkpointing` says that this cell trains that variant, among others.
     """
 
     kind: Kind
@@ -72,6 +86,7 @@ class Cell:
     optimizer_in_backward: bool = False
     plan_in_backward: str | None = None
     deterministic: bool = False
+    library_checkpointing: bool = False
 
     @property
     def checkpoint(self) -> bool | int | str | Plan:
@@ -91,13 +106,20 @@ class Cell:
 
 def expand(config: Config) -> list[dict[Kind, Cell]]:
     """Returns the cells of each model of a config, in the order in which they run."""
+    return [_cells(model, config) for model in config.models]
+
+
+def _cells(model: ModelConfig, config: Config) -> dict[Kind, Cell]:
+    by_library = config.library_checkpointing and has_switch(model.name, model.arguments)
     kinds = [*KINDS, *(GRAPHS if config.cuda_graph else ())]
     if not config.optimizer_in_backward:
         kinds = [kind for kind in kinds if GRAPHS.get(kind, kind) != "optimizer_in_backward"]
-    return [{kind: _cell(kind, model, config) for kind in kinds} for model in config.models]
+    if by_library:
+        kinds.insert(kinds.index("timing"), "library_checkpointing")
+    return {kind: _cell(kind, model, config, by_library) for kind in kinds}
 
 
-def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
+def _cell(kind: Kind, model: ModelConfig, config: Config, by_library: bool) -> Cell:
     # options that a kind does not use are constants, so that they do not change its key: one
     # baseline serves every plan, and largest_ratio is judged after measuring
     unused: dict[str, Any] = {"largest_ratio": 1.0, "accelerator_batch_size": None, "repeats": 1}
@@ -105,7 +127,9 @@ def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
     return Cell(
         kind=kind,
         model=replace(
-            model, checkpoint=GRAPHS.get(kind, kind) != "baseline" and model.checkpoint, **unused
+            model,
+            checkpoint=GRAPHS.get(kind, kind) not in UNPLANNED and model.checkpoint,
+            **unused,
         ),
         steps=0 if is_timing else config.steps + EAGER_STEPS * config.cuda_graph,
         repeats=model.repeats if is_timing or is_graph else 0,
@@ -118,12 +142,18 @@ def _cell(kind: Kind, model: ModelConfig, config: Config) -> Cell:
         frontier=config.frontier and kind == "baseline",
         optimizer_in_backward=config.optimizer_in_backward and is_timing,
         deterministic=config.deterministic,
+        library_checkpointing=by_library and kind in ("library_checkpointing", "timing"),
     )
 
 
 def again(baseline: Cell) -> Cell:
     """Returns the cell that trains a baseline once more."""
     return replace(baseline, kind="baseline_again", frontier=False)
+
+
+def has_switch(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Returns whether a model of another library has its own checkpointing to switch on."""
+    return is_of_library(name) and switch_of(create_on_meta(name, **arguments)) is not None
 
 
 @cache

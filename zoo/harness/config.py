@@ -31,10 +31,19 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from zoo.catalog import list_models, model_arguments
+from zoo.catalog.factories import check_name, model_arguments
+from zoo.catalog.libraries import is_of_library
 from zoo.engine.devices import accelerator, nearest_device
-from zoo.errors import ConfigError, PlanError, nearest, shortened, shortened_text
-from zoo.harness.default_configs import recipe
+from zoo.errors import (
+    ArgumentError,
+    ConfigError,
+    ModelNameError,
+    PlanError,
+    nearest,
+    shortened,
+    shortened_text,
+)
+from zoo.harness.default_configs import recipe, sample_for
 from zoo.planner.plan import Plan
 from zoo.planner.schemes import NAMES
 from zoo.units import parse_bytes
@@ -179,6 +188,8 @@ class Config:
     """measure a third variant: checkpointed, with the optimizer in the backward"""
     cuda_graph: bool = False
     """train each variant as a CUDA graph, too (zoo.make_graphed_step), on devices that have them"""
+    library_checkpointing: bool = True
+    """measure other libraries' models by their own checkpointing, too, where they have any"""
     fresh: bool = False
     """measure again what was measured before"""
     memory_limit: Memory | None = None
@@ -202,8 +213,8 @@ KEYS = MODEL_KEYS | RUN_KEYS
 
 # keys that change no number in a result
 HOW_NOT_WHAT = {
-    *("output", "timeout", "fresh", "frontier", "optimizer_in_backward", "cuda_graph"),
-    *("compare", "tolerance"),
+    *("output", "timeout", "fresh", "frontier", "compare", "tolerance"),
+    *("optimizer_in_backward", "library_checkpointing", "cuda_graph"),
 }
 # keys which, given on the command line, invalidate a config's `largest_ratio`
 OTHER_EXPERIMENT = {
@@ -296,8 +307,10 @@ def _check_keys(raw: Mapping[str, Any], keys: Sequence[str], where: str) -> None
 
 
 def _check_name(name: str, where: str) -> None:
-    if name not in list_models():
-        raise ConfigError(f"{where}: no model has this name.{nearest(name, list_models())}")
+    try:
+        check_name(name)
+    except ModelNameError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _entries(entries: Any, where: str) -> list[dict[str, Any]]:
@@ -319,14 +332,23 @@ def _model(
     where = f"{file}, {shortened_text(name)}"
     _check_name(name, where)
     _check_keys(entry, ["name", *MODEL_KEYS], where)
-    of_file = _build(ModelConfig, {"arguments": {}, **recipe(name), **entry}, where)
+    # the arguments decide what the model takes, and that what is not said
+    unsaid: dict[str, Any] = {"data": "text", "size": 1, "batch_size": 1, "arguments": {}}
+    of_file = _build(ModelConfig, unsaid | dict(entry), where)
     model = _build(partial(replace, of_file), changes)
+    arguments = {**of_file.arguments, **model.arguments}
+    if not is_of_library(name):
+        _check_keys(arguments, list(model_arguments(name)), f"{where}, arguments")
+    try:
+        defaults, sample = recipe(name, arguments), sample_for(name, arguments)
+    except ArgumentError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    said = {*entry, *changes}
+    model = replace(model, **{key: value for key, value in defaults.items() if key not in said})
     if device != "cpu" and "batch_size" not in changes:
         model = replace(model, batch_size=model.accelerator_batch_size or model.batch_size)
-    arguments, parameters = {**of_file.arguments, **model.arguments}, model_arguments(name)
-    _check_keys(arguments, list(parameters), f"{where}, arguments")
-    if "image_size" in parameters:
-        arguments = {"image_size": model.size, **arguments}
+    if sample.size_argument:
+        arguments = {sample.size_argument: model.size, **arguments}
     return replace(model, arguments=arguments)
 
 

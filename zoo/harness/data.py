@@ -28,8 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from zoo.catalog.libraries import is_of_library
 from zoo.errors import ConfigError, needed
 from zoo.harness.config import ModelConfig
+from zoo.harness.default_configs import sample_for
+from zoo.invocation import Inputs
 
 # the subject of errors that a package is missing
 DATA = "the comparison's data"
@@ -48,11 +51,15 @@ class Batch:
         """Returns the batch on a device."""
         return Batch(self.inputs.to(device), self.targets.to(device))
 
-    def arguments(self, data: str, state: Any = None) -> tuple[Any, ...]:
-        """Returns the arguments of a model for this data."""
-        if data == "stream":
+    def arguments(self, model: ModelConfig, state: Any = None) -> Inputs:
+        """Returns the arguments of a model for this batch of its data."""
+        if is_of_library(model.name):
+            sample = sample_for(model.name, model.arguments)
+            names = filter(None, (sample.argument, sample.labels))
+            return dict.fromkeys(names, self.inputs) or (self.inputs,)
+        if model.data == "stream":
             return self.inputs, state, self.targets
-        return (self.inputs, self.targets) if data == "text" else (self.inputs,)
+        return (self.inputs, self.targets) if model.data == "text" else (self.inputs,)
 
 
 def batches(
@@ -84,7 +91,8 @@ def _photographs(model: ModelConfig, sizes: list[int], random: Generator) -> Ite
             crop, quarter = _crop(images[number], random)
             crops.append(F.interpolate(crop[None], sizes * 2, mode="bilinear", antialias=True))
             labels.append(4 * number + quarter)
-        yield Batch(torch.cat(crops), torch.tensor(labels) % model.arguments.get("classes", 1000))
+        targets = torch.tensor(labels) % _classes(model, "classes", 1000)
+        yield Batch(_with_channels(model, torch.cat(crops)), targets)
 
 
 def _crop(image: Tensor, random: Generator) -> tuple[Tensor, int]:
@@ -100,11 +108,12 @@ def _digits(model: ModelConfig, sizes: list[int], random: Generator) -> Iterator
     digits = needed("sklearn.datasets", DATA, ConfigError).load_digits()
     images = torch.from_numpy(digits.images).float()[:, None]
     images = (images - images.mean()) / images.std()
-    labels = torch.from_numpy(digits.target).long() % model.arguments.get("classes", 10)
+    labels = torch.from_numpy(digits.target).long() % _classes(model, "classes", 10)
     while True:
         chosen = torch.randint(len(images), (model.batch_size,), generator=random)
         enlarged = F.interpolate(images[chosen], sizes * 2, mode="bilinear")
-        yield Batch(enlarged.expand(-1, 3, -1, -1).contiguous(), labels[chosen])
+        in_color = enlarged.expand(-1, 3, -1, -1).contiguous()
+        yield Batch(_with_channels(model, in_color), labels[chosen])
 
 
 def _volume(model: ModelConfig, sizes: list[int], random: Generator) -> Iterator[Batch]:
@@ -112,14 +121,14 @@ def _volume(model: ModelConfig, sizes: list[int], random: Generator) -> Iterator
     path = Path(nibabel.__file__).parent / "tests" / "data" / "example4d.nii.gz"
     voxels = torch.from_numpy(nibabel.load(path).get_fdata()[..., 0])
     scan = voxels.float().permute(2, 1, 0).contiguous()
-    classes = model.arguments.get("classes", 2)
+    classes = _classes(model, "classes", 2)
     # class 0 is the dark background; the other classes have equal numbers of voxels
     bounds = torch.quantile(scan[scan > 0.25 * scan.std()], torch.linspace(0, 1, classes)[:-1])
     while True:
         boxes = [_box(scan, random) for _ in range(model.batch_size)]
         inputs = torch.cat([F.interpolate(box, sizes, mode="trilinear") for box in boxes])
         targets = torch.bucketize(inputs[:, 0].contiguous(), bounds)
-        yield Batch((inputs - scan.mean()) / scan.std(), targets)
+        yield Batch(_with_channels(model, (inputs - scan.mean()) / scan.std()), targets)
 
 
 def _box(scan: Tensor, random: Generator) -> Tensor:
@@ -167,9 +176,8 @@ def _words(model: ModelConfig, count: int) -> Tensor:
             f"{model.name}: size {model.size} with batch size {model.batch_size} needs {count} "
             f"words; the text has {len(numbers)}. Make either smaller"
         )
-    vocabulary = model.arguments.get("vocabulary")
     # words are numbered by falling frequency; the last in a small vocabulary is "any rarer word"
-    return numbers if vocabulary is None else numbers.clamp(max=vocabulary - 1)
+    return numbers.clamp(max=_classes(model, "vocabulary", len(numbers)) - 1)
 
 
 @cache
@@ -178,6 +186,24 @@ def _word_numbers() -> Tensor:
     words = re.findall(r"\w+|[^\w\s]", "\n".join(topics.values()).lower())
     ranks = {word: rank for rank, (word, _) in enumerate(Counter(words).most_common())}
     return torch.tensor([ranks[word] for word in words])
+
+
+def _with_channels(model: ModelConfig, images: Tensor) -> Tensor:
+    """Returns images or volumes with as many channels as another library's model takes."""
+    if not is_of_library(model.name):
+        return images
+    channels = sample_for(model.name, model.arguments).shape[0]
+    if images.shape[1] == channels:
+        return images
+    return images.mean(1, keepdim=True).repeat_interleave(channels, 1)
+
+
+def _classes(model: ModelConfig, argument: str, default: int) -> int:
+    """Returns the number of classes or words; another library's model may have other words."""
+    if is_of_library(model.name):
+        # one class alone would leave nothing to train
+        return max(2, sample_for(model.name, model.arguments).classes)
+    return model.arguments.get(argument, default)  # type: ignore[no-any-return]
 
 
 def _draw(limit: int, random: Generator) -> int:

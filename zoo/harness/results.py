@@ -23,8 +23,8 @@ Comparison = dict[str, Any]
 
 # keys that may differ between the cells of one experiment
 BY_KIND = {"kind", "steps", "repeats", "frontier", "plan"}
-BY_KIND |= {"optimizer_in_backward", "plan_in_backward"}
-OF_BASELINE = {"baseline", "baseline_again", "baseline_graph"}
+BY_KIND |= {"optimizer_in_backward", "plan_in_backward", "library_checkpointing"}
+OF_BASELINE = {"baseline", "baseline_again", "baseline_graph", "library_checkpointing"}
 MODEL_BY_KIND = {"checkpoint", "repeats", "largest_ratio", "accelerator_batch_size"}
 NOTHING: Record = {"status": "failed", "reason": "there is no result"}
 
@@ -80,6 +80,8 @@ OPTIONAL = {
     "finished": str,
     "environment": dict[str, Any] | None,
     "parameters": Bytes,
+    # what turned the library's own checkpointing on
+    "switch": str,
     "plan": Annotated[str, AfterValidator(Plan.parse)] | None,
     # older results lack the tensors' two peaks; a device whose allocator keeps no history has no
     # activation peak, and the CPU's reserves nothing
@@ -90,7 +92,9 @@ OPTIONAL = {
     ),
     "digests": list[dict[str, str]],
     "step_seconds": _mapping(
-        {"optimizer_in_backward": Repeats}, baseline=Repeats, checkpointed=Repeats
+        dict.fromkeys(("optimizer_in_backward", "library_checkpointing"), Repeats),
+        baseline=Repeats,
+        checkpointed=Repeats,
     ),
     "replay_seconds": Repeats,
     "missing": dict[str, str],
@@ -209,9 +213,9 @@ def comparisons(records: Iterable[Record], *, partial: bool = False) -> list[Com
     """Groups the records of cells by model, without the config that they came from.
 
     Each checkpointed cell is a comparison, with the baseline of the same experiment, the last
-    timing of its plan, and, if they are there, the cell with the optimizer in the backward, CUDA
-    graphs of as many steps, and the baseline trained again. If `partial`, an experiment without a
-    checkpointed cell is a comparison, too.
+    timing of its plan, and, if they are there, the cells with the optimizer in the backward and by
+    the library's own checkpointing, CUDA graphs of as many steps, and the baseline trained again.
+    If `partial`, an experiment without a checkpointed cell is a comparison, too.
     """
     latest: dict[tuple[str, str, str | None], Record] = {}
     for record in records:
@@ -229,6 +233,7 @@ def comparisons(records: Iterable[Record], *, partial: bool = False) -> list[Com
         if kind == "checkpointed":
             measured = latest.get(("timing", experiment, str(record.get("plan"))))
             third = latest.get(("optimizer_in_backward", experiment, option))
+            library = latest.get(("library_checkpointing", experiment, None))
             graphs = {
                 kind: latest.get((kind, experiment, None if kind in OF_BASELINE else option))
                 for kind in GRAPHS
@@ -241,6 +246,7 @@ def comparisons(records: Iterable[Record], *, partial: bool = False) -> list[Com
                     "baseline": latest.get(("baseline", experiment, None), NOTHING),
                     "checkpointed": record,
                     **({"optimizer_in_backward": third} if third else {}),
+                    **({"library_checkpointing": library} if library else {}),
                     "timing": measured or latest.get(("timing", experiment, option), NOTHING),
                     **{
                         kind: graph

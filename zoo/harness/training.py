@@ -12,6 +12,9 @@ those of a training run. A digest per kind and step also shows where two trainin
     buffers   53b7  53b8  ...         differs in rng: dropout was drawn again
 
 With the optimizer in the backward there are no gradients after a step; its digests have none.
+
+The loss of another library's model is the one that it returns for labels, or the cross-entropy of
+the first tensor that it returns, if that has a logit for each class, or else a mean square.
 """
 
 import hashlib
@@ -24,16 +27,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.api.checkpoint import uncheckpoint
-from zoo.catalog import create
+from zoo.api.track import floating_in
+from zoo.catalog.factories import create
+from zoo.catalog.libraries import is_of_library
 from zoo.cuda_graphs.graphed_step import GraphedStep, make_graphed_step
 from zoo.engine.devices import read_streams
 from zoo.harness.comparison_cells import Cell, Kind
 from zoo.harness.data import Batch
+from zoo.harness.default_configs import sample_for
 from zoo.harness.optimizers import OPTIMIZERS
+from zoo.invocation import Inputs, Invocation
+from zoo.loss import own_loss
 from zoo.optimizer.in_backward import FreedGradient, OptimizerInBackward, optimizer_in_backward
 from zoo.planner.plan import Plan
 from zoo.policy.options import Option
 from zoo.tracing.planned_forward import PatchedForward, patched_forward
+from zoo.tracing.switches import switch_of
 from zoo.verification.state_comparison import bits
 
 # see profiling.source_location: lines of this file are not the model's
@@ -53,20 +62,23 @@ class Training:
         self.optimizer = OPTIMIZERS[cell.model.optimizer](self.model.parameters())
         half = cell.dtype == "bfloat16"
         self.autocast = torch.autocast(cell.device, torch.bfloat16, enabled=half)
-        self._data, self._state = cell.model.data, None
+        self._config, self._state = cell.model, None
         own = in_backward = patched_forward(self.model)
         if cell.plan_in_backward is not None:
             option = Option(Plan.parse(cell.plan_in_backward))
             in_backward = PatchedForward(self.model, option, None)
         self._patches = {"checkpointed": own, "optimizer_in_backward": in_backward}
+        self.library = switch_of(self.model) if cell.library_checkpointing else None
         self._handle: OptimizerInBackward | None = None
         self._run: Callable[..., tuple[Tensor, Any]] = self._train
 
     def switch(self, variant: Kind) -> None:
-        """Switches to a variant: with or without the plan, with the optimizer in the backward."""
+        """Switches to a variant: by the plan or not, by the library's own checkpointing, ..."""
         if self._handle is not None:
             self._handle.remove()
         uncheckpoint(self.model)
+        if self.library is not None:
+            self.library.turn(variant == "library_checkpointing")
         if (patch := self._patches.get(variant)) is not None:
             patch.install()
         in_backward = variant == "optimizer_in_backward"
@@ -86,13 +98,17 @@ class Training:
         self._run = graphed
         return graphed
 
-    def arguments(self, batch: Batch) -> tuple[Any, ...]:
+    def arguments(self, batch: Batch) -> Inputs:
         """Returns the model's arguments: a batch, and the state after the previous one."""
-        return batch.arguments(self._data, self._state)
+        return batch.arguments(self._config, self._state)
 
-    def outer_loss(self, batch: Batch) -> Callable[[Tensor], Tensor] | None:
+    def outer_loss(self, batch: Batch) -> Callable[[Any], Tensor] | None:
         """Returns the loss function for the model's outputs; None if the model returns its loss."""
-        is_text = self._data in ("text", "stream")
+        model = self._config
+        if is_of_library(model.name):
+            classes = sample_for(model.name, model.arguments).classes
+            return partial(library_loss, classes=classes, targets=batch.targets)
+        is_text = model.data in ("text", "stream")
         return None if is_text else partial(F.cross_entropy, target=batch.targets)
 
     def _train(self, inputs: Tensor, targets: Tensor, state: Any) -> tuple[Tensor, Any]:
@@ -105,12 +121,23 @@ class Training:
 
     def _loss(self, batch: Batch, state: Any) -> tuple[Tensor, Any]:
         # local to this method, so that logits do not outlive the forward
-        returned = self.model(*batch.arguments(self._data, state))
-        if self._data == "stream":
+        returned = Invocation.of(batch.arguments(self._config, state)).on(self.model)
+        if self._config.data == "stream":
             returned, state = returned
             state = self.model.detach(state)
         loss = self.outer_loss(batch)
         return returned if loss is None else loss(returned), state
+
+
+def library_loss(outputs: Any, classes: int, targets: Tensor) -> Tensor:
+    """Returns a loss for whatever another library's model returns."""
+    own = own_loss(outputs)
+    if own is not None:
+        return own  # type: ignore[no-any-return]
+    first, *others = floating_in(outputs)
+    if first.shape == (len(targets), classes, *targets.shape[1:]) and classes > 1:
+        return F.cross_entropy(first, targets)
+    return torch.stack([tensor.float().square().mean() for tensor in (first, *others)]).sum()
 
 
 def step_digests(model: nn.Module, loss: Tensor) -> dict[str, str]:

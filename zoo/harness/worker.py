@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zoo.api.checkpoint import outline_of, plan_of
 from zoo.api.plan import planner_for
 from zoo.api.track import track
-from zoo.catalog import create
+from zoo.catalog.factories import create_on_meta
 from zoo.cuda_graphs.graphed_step import check_replays
 from zoo.engine.devices import release_cached, synchronize
 from zoo.engine.recorder import KernelMode
@@ -26,6 +26,7 @@ from zoo.errors import GraphError, ZooError, in_a_line
 from zoo.harness.comparison_cells import EAGER_STEPS, GRAPHS, Cell, Kind
 from zoo.harness.data import Batch, batches
 from zoo.harness.environment import environment
+from zoo.harness.optimizers import OPTIMIZERS
 from zoo.harness.processes import limited
 from zoo.harness.training import Training, step_digests
 from zoo.invocation import Invocation
@@ -110,6 +111,8 @@ def _measure(cell: Cell, also: Also) -> Result:
         training.step(last)
     tensors = {name: getattr(timeline, name) for name in ("tensor_peak", "tensor_activation_peak")}
     result = _described(model, digests) | {"memory": _known(asdict(memory) | tensors)}
+    if training.library is not None:
+        result["switch"] = training.library.words
     if cell.kind == "optimizer_in_backward":
         # the allocator's events do not show which blocks were gradients
         del result["memory"]["activation_peak"]
@@ -173,13 +176,12 @@ def _measure_graph(cell: Cell) -> Result:
 
 def _steps(training: Training, cell: Cell, batch: Batch) -> Result:
     """Returns the steps of a baseline, and its frontier if that is wanted."""
-    optimizer = training.optimizer
-    optimizer.zero_grad(set_to_none=True)
+    training.optimizer.zero_grad(set_to_none=True)
     with training.autocast:
         planner = planner_for(
             training.model,
             training.arguments(batch),
-            optimizer=lambda parameters: type(optimizer)(parameters, **optimizer.defaults),
+            optimizer=OPTIMIZERS[cell.model.optimizer],
             loss=training.outer_loss(batch),
             # without a frontier no times are needed: any device's rates will do, and nothing runs
             device=None if cell.frontier else "small-cpu",
@@ -205,9 +207,9 @@ def _steps(training: Training, cell: Cell, batch: Batch) -> Result:
 def _time(cell: Cell) -> Result:
     """Times training steps of one model, with the variants in turn."""
     training = Training(cell)
+    further: list[Kind] = ["optimizer_in_backward", "library_checkpointing"]
     variants: list[Kind] = ["baseline", "checkpointed"]
-    if cell.optimizer_in_backward:
-        variants.append("optimizer_in_backward")
+    variants += [kind for kind in further if getattr(cell, kind)]
     warm_up, *data = batches(cell.model, 1 + cell.repeats, cell.seed, cell.device)
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
     for variant in variants:
@@ -261,8 +263,7 @@ def first_fault(cells: Sequence[Cell]) -> Result:
 
 def _build(cell: Cell) -> None:
     """Builds a model, lets it check inputs of a batch's shape, and checks its plan."""
-    with torch.device("meta"):
-        model = create(cell.model.name, **cell.model.arguments)
+    model = create_on_meta(cell.model.name, **cell.model.arguments)
     # only one sample is made of images and volumes
     is_text = cell.model.data in ("text", "stream")
     config = cell.model if is_text else replace(cell.model, batch_size=1)
@@ -270,7 +271,7 @@ def _build(cell: Cell) -> None:
     if not is_text:
         tensors = (batch.inputs, batch.targets)
         batch = Batch(*(tensor.repeat_interleave(cell.model.batch_size, 0) for tensor in tensors))
-    invocation = Invocation(batch.arguments(cell.model.data))
+    invocation = Invocation.of(batch.arguments(cell.model))
     if isinstance(cell.checkpoint, Plan):
         cell.checkpoint.check(len(outline_of(model, invocation)))
     elif type(cell.checkpoint) is int:

@@ -24,6 +24,7 @@ from zoo.report import charts
 from zoo.report.escaping import to_csv
 from zoo.report.rows import (
     DEFINITIONS,
+    EXACT,
     VARIANTS,
     Comparison,
     Heading,
@@ -123,8 +124,8 @@ def _section(comparison: Comparison, row: ModelRow) -> dict[str, Any]:
         "measured": measured,
         "frontier": frontier,
         "numbers": [f"#{VARIANTS[kind]}" for kind in timelines],
-        # the last variant that can be compared with the baseline
-        "headline": [*sizes][-1] if "baseline" in sizes and len(sizes) > 1 else None,
+        # zoo's last variant that can be compared with the baseline
+        "headline": [None, *(kind for kind in EXACT if {kind, "baseline"} <= {*sizes})][-1],
         # step peaks as shares of the largest
         "bars": [(kind, size / max(1, *sizes.values())) for kind, size in sizes.items()],
         "phases": charts.phase_peaks(timelines),

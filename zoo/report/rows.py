@@ -17,14 +17,17 @@ from zoo.units import format_bytes
 
 Comparison = Mapping[str, Any]
 KINDS = ("baseline", "checkpointed")
-# names of the variants in a row, by the kind of the cell; older results lack the last one
+# names of the variants in a row, by the kind of the cell; many rows lack one
 VARIANTS = {
     "baseline": "baseline",
+    "library_checkpointing": "library's own",
     "checkpointed": "checkpointed",
     "optimizer_in_backward": "+ optimizer in backward",
 }
+# zoo's: what these change is a fault
+EXACT = ("checkpointed", "optimizer_in_backward")
 # cells that train a variant as a CUDA graph; older results, and most others, lack them
-GRAPHS = {f"{kind}_graph": f"{name} as a CUDA graph" for kind, name in VARIANTS.items()}
+GRAPHS = {f"{kind}_graph": f"{VARIANTS[kind]} as a CUDA graph" for kind in ("baseline", *EXACT)}
 PEAKS = ("peak", "activation_peak", "tensor_peak", "tensor_activation_peak", "reserved_peak")
 # the way out for a baseline that does not repeat its own numbers, or that it was taken already
 WAY_OUT = "--deterministic makes torch choose deterministic kernels"
@@ -49,6 +52,11 @@ DEFINITIONS = {
     "+ optimizer in backward": (
         "checkpointed, and with zoo.optimizer_in_backward: each parameter is updated in the "
         "backward and its gradient freed at once, which the plan counts with"
+    ),
+    "library's own": (
+        "the baseline with the checkpointing of its library switched on, such as timm's "
+        "set_grad_checkpointing(); what this changes or fails at is noted, and is no fault of the "
+        "comparison"
     ),
     "activation peak": (
         "the same less parameters, buffers, optimizer state, inputs and the gradients that exist "
@@ -158,7 +166,7 @@ class ModelRow:
         baseline_repeats: whether a second training of the baseline is equal to the first; None
             where there is no other training that differs, so that none was needed.
         faults: sentences, each a reason why the comparison fails.
-        notes: sentences, each a reason why a step is no CUDA graph.
+        notes: sentences, on a step that is no CUDA graph, or on the library's own checkpointing.
     """
 
     number: int
@@ -330,14 +338,14 @@ def differences(
 
 def is_unlike_baseline(comparison: Comparison) -> bool:
     """Returns whether a training in a comparison differs from the baseline's."""
-    return any(_all_differing(comparison).values())
+    return any(_zoo_differing(comparison).values())
 
 
 def _row(number: int, comparison: Comparison) -> ModelRow:
     model = comparison["model"]
     kinds = [*VARIANTS, *GRAPHS]
     cells = {kind: comparison[kind] for kind in kinds if kind in comparison}
-    differing = _all_differing(comparison)
+    differing = _zoo_differing(comparison)
     varying = _differing("baseline_again", comparison) if any(differing.values()) else None
     seconds = comparison["timing"].get("step_seconds", {})
     memory = {kind: cells.get(kind, {}).get("memory", {}) for kind in kinds}
@@ -358,19 +366,16 @@ def _row(number: int, comparison: Comparison) -> ModelRow:
         exact=None if varying or None in differing.values() else not any(differing.values()),
         baseline_repeats=None if varying is None else not varying,
         faults=(),
-        notes=tuple(
-            visible(f"{model['name']} {_words(kind)} is refused: {cell['reason']}")
-            for kind, cell in cells.items()
-            if cell["status"] == REFUSED
-        ),
+        notes=(),
     )
     faults = _faults(comparison, differing, varying, row.ratio())
-    return replace(row, faults=tuple(map(visible, faults)))
+    notes = _notes(comparison, varying)
+    return replace(row, faults=tuple(map(visible, faults)), notes=tuple(map(visible, notes)))
 
 
-def _all_differing(comparison: Comparison) -> dict[str, list[str] | None]:
-    """Lists the differences of each training and the baseline, but of those that are refused."""
-    others = [kind for kind in (*VARIANTS, *GRAPHS) if kind in comparison][1:]
+def _zoo_differing(comparison: Comparison) -> dict[str, list[str] | None]:
+    """Lists the differences of each training of zoo's, but of those that are refused."""
+    others = (kind for kind in (*EXACT, *GRAPHS) if kind in comparison)
     kinds = (kind for kind in others if comparison[kind]["status"] != REFUSED)
     return {kind: _differing(kind, comparison) for kind in kinds}
 
@@ -423,6 +428,24 @@ def _words(kind: str) -> str:
     return kind.replace("_graph", " as a CUDA graph").replace("_", " ")
 
 
+def _notes(comparison: Comparison, varying: list[str] | None) -> Iterator[str]:
+    """Says which steps are no CUDA graphs, and what the library's own checkpointing changes."""
+    name = comparison["model"]["name"]
+    for kind in GRAPHS:
+        if kind in comparison and comparison[kind]["status"] == REFUSED:
+            yield f"{name} {_words(kind)} is refused: {comparison[kind]['reason']}"
+    record = comparison.get("library_checkpointing")
+    if record is None or varying:
+        return
+    differing = _differing("library_checkpointing", comparison)
+    if record["status"] != "done":
+        yield f"{name} by its library's own checkpointing {record['status']}: {record['reason']}"
+    elif differing is not None:
+        how = record.get("switch", "its own switch")
+        found = f"differs in {', '.join(differing)}" if differing else "is exact"
+        yield f"{name} by its library's own checkpointing, {how}, {found}"
+
+
 def _batch(model: Mapping[str, Any]) -> str:
     sizes = model["size"] if isinstance(model["size"], list) else [model["size"]]
     if len(sizes) == 1:
@@ -436,7 +459,7 @@ def _arguments(model: Mapping[str, Any]) -> str:
     if model.get("optimizer", DEFAULT_OPTIMIZER) != DEFAULT_OPTIMIZER:
         shown["optimizer"] = model["optimizer"]
     for name, value in model.get("arguments", {}).items():
-        if (name, value) != ("image_size", model["size"]):
+        if name not in ("image_size", "img_size") or value != model["size"]:
             shown[name] = value
     return ", ".join(f"{name}={value}" for name, value in shown.items())
 

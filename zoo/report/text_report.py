@@ -15,6 +15,7 @@ from zoo.report.matplotlib_charts import draw_comparison
 from zoo.report.rows import (
     DEFINITIONS,
     KINDS,
+    VARIANTS,
     Heading,
     ModelRow,
     graphs,
@@ -34,10 +35,17 @@ AS_GRAPHS = (
     "as CUDA graphs: each variant by zoo.make_graphed_step; the peak of the step that is captured, "
     "the time of a replay relative to the baseline's eager step"
 )
+# explanations below a table, by the variant that has to be in it
+ABOUT = {
+    "baseline": CAPTION,
+    "library_checkpointing": f"library's own: {DEFINITIONS[VARIANTS['library_checkpointing']]}",
+    "optimizer_in_backward": IN_BACKWARD,
+}
 # columns that a table leaves out in a narrow terminal, in this order
 LEFT_OUT_FIRST = (
     *("parameters", "batch", "without workspaces", "activation peak", "reserved"),
     "step time: + optimizer in backward",
+    "step time: library's own",
 )
 # where a heading or a cell may break into the next line
 BREAK = re.compile(r"(?<=:) | (?=[→\[(]|n=|workspaces|in backward|peak$)")
@@ -109,7 +117,7 @@ def _models(rows: Sequence[ModelRow]) -> Iterator[dict[str, Any]]:
             entry[_of("time_ratio_upper_quartile", kind)] = upper
         entry["time_pairs"] = len(row.time_ratios("checkpointed"))
         verdict = {"exact": row.exact, "baseline_repeats": row.baseline_repeats}
-        yield {**entry, **verdict, "faults": row.faults}
+        yield {**entry, **verdict, "faults": row.faults, "notes": row.notes}
 
 
 def _of(name: str, kind: str) -> str:
@@ -145,14 +153,14 @@ def show(rows: Sequence[ModelRow], title: str, console: Console) -> None:
         unlimited = console.options.update(max_width=1000)
         if Measurement.get(console, unlimited, table).maximum <= console.width:
             break
-    about = [CAPTION, *[IN_BACKWARD] * ("optimizer_in_backward" in variants(rows))]
-    about += [AS_GRAPHS] * bool(graphs(rows))
+    about = [ABOUT[kind] for kind in variants(rows) if kind in ABOUT] + [AS_GRAPHS] * bool(
+        graphs(rows)
+    )
     for part, style in (table, None), *((words, "dim") for words in about):
         console.print(part, style=style, markup=False, highlight=False)
     for row in rows:
-        for texts, style in ((row.faults, "red"), (row.notes, None)):
-            for text in texts:
-                say(console, text, style)
+        for text, style in (*((f, "red") for f in row.faults), *((n, "yellow") for n in row.notes)):
+            say(console, text, style)
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:

@@ -55,14 +55,6 @@ GATHERING = ("fsdp.", "c10d._allgather_base_")
 COMPLETING = "_c10d_functional."
 CAST = "aten._to_copy"
 ROWS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-# attributes that are true while a model checkpoints itself, and how to turn that off
-SWITCHES = {
-    "grad_checkpointing": "model.set_grad_checkpointing(False)",
-    "gradient_checkpointing": "model.gradient_checkpointing_disable()",
-    "memory_efficient": "building it with memory_efficient=False",
-    "use_checkpoint": "building it with use_checkpoint=False",
-    "with_cp": "building it with with_cp=False",
-}
 
 
 @dataclass(slots=True)
@@ -295,21 +287,6 @@ def _parameters(graph: Graph, cuts: Sequence[int]) -> tuple[frozenset[int], ...]
 def _path(call: Call) -> str:
     """Returns the path of the module whose code called a kernel."""
     return "".join(call.within[-1:])
-
-
-def check_switches(model: nn.Module) -> None:
-    """Raises ArgumentError if a model's own checkpointing is on: everything would run three times.
-
-    `torch.utils.checkpoint`, which the models call, also updates running statistics twice.
-    """
-    for path, module in model.named_modules():
-        for name, way in SWITCHES.items():
-            if vars(module).get(name) is True:
-                where = f"{path}.{name}" if path else name
-                raise ArgumentError(
-                    f"{type(model).__name__} checkpoints itself ({where} is True). Turn that off "
-                    f"by {way}; then zoo.checkpoint takes its place"
-                )
 
 
 def paths_of(model: nn.Module, patterns: Sequence[str] | None) -> tuple[str, ...]:

@@ -68,8 +68,9 @@ from zoo.profiling.step_profile import Outline
 from zoo.profiling.tensor_spec import tensors_held_by
 from zoo.tracing.forward_patch import Patch
 from zoo.tracing.isolated_trace import RealStep, StepTrace, TraceError, step_trace_of
-from zoo.tracing.partition import check_switches, partition, paths_of
+from zoo.tracing.partition import partition, paths_of
 from zoo.tracing.plan_cache import InputKind, PlanCache
+from zoo.tracing.switches import check_switches
 from zoo.tracing.tracer import is_compiled
 from zoo.units import format_bytes
 

@@ -1,16 +1,29 @@
 """All models by name, each with `checkpoint=` added to its own arguments.
 
 As torchvision's registry, but a name maps to one function for baseline and checkpointed variant.
+A name with a library before it, "timm/resnet50", is that library's: see `libraries`.
 """
 
+import contextlib
 import fnmatch
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
+import torch
+from torch import nn
+
 from zoo.api.checkpoint import checkpoint as put_in_force
-from zoo.errors import ArgumentError, ModelNameError, nearest, shortened
+from zoo.catalog.libraries import (
+    build,
+    is_of_library,
+    library_model,
+    names_matching,
+    unknown_argument,
+)
+from zoo.catalog.pretrained import published
+from zoo.errors import ArgumentError, ModelNameError, ZooError, nearest, shortened
 from zoo.models import densenet, gpt2, llama, preactivation_resnet, resnet, vit
 from zoo.models.lstm import GRULanguageModel, LSTMLanguageModel
 from zoo.models.model import Model
@@ -18,7 +31,6 @@ from zoo.models.unet import UNet
 from zoo.models.vnet import VNet
 from zoo.policy.budget import Budget, Overhead
 from zoo.policy.options import Checkpoint
-from zoo.pretrained import published
 
 
 class Factory(Protocol):
@@ -45,17 +57,29 @@ def create(
     max_overhead: Overhead | None = None,
     pretrained: bool = False,
     **model_arguments: Any,
-) -> Model:
+) -> nn.Module:
     """Builds a model by name: `create("vnet", checkpoint="blocks", in_channels=1, classes=3)`.
 
     `memory_budget` and `max_overhead` are those of `zoo.checkpoint`. `pretrained` loads the weights
-    that torchvision, timm or transformers publish (`zoo.pretrained`), through that library.
+    that torchvision, timm or transformers publish, through that library.
+
+    Another library's model has its library before its name: `"timm/convnext_tiny"`,
+    `"torchvision/resnet50"`, `"monai/UNet"`, and, by a class that is built from the defaults of its
+    configuration, `"transformers/GPT2LMHeadModel"`. The arguments are those of the library's own
+    factory, or of the configuration, whose `use_cache` is off unless it is given; the library is
+    imported by this call. No name or configuration is looked up in a hub.
 
     Raises:
-        ModelNameError: no such model; the message offers the nearest names.
+        ModelNameError: no such model; the message offers the nearest names. Or no such library, or
+            one that cannot be imported.
         ArgumentError: an argument that this model does not take, or a value out of range.
         WeightsError: there are no such weights, or no way to fetch them.
     """
+    if is_of_library(name):
+        model = build(name, pretrained, model_arguments)
+        return put_in_force(
+            model, checkpoint, memory_budget=memory_budget, max_overhead=max_overhead
+        )
     return _find(name)(
         checkpoint=checkpoint,
         memory_budget=memory_budget,
@@ -65,31 +89,61 @@ def create(
     )
 
 
+def create_on_meta(name: str, **model_arguments: Any) -> nn.Module:
+    """Builds a model on the meta device, or on the default one if its code fails there.
+
+    Raises:
+        ZooError: as `create` does.
+    """
+    # some of other libraries' models read numbers from tensors
+    with contextlib.suppress(ZooError), torch.device("meta"):
+        return create(name, **model_arguments)
+    return create(name, **model_arguments)
+
+
 def list_models(pattern: str = "*") -> list[str]:
     """Lists the names that match a shell pattern: `list_models("resnet*")`.
 
+    Another library's are listed where the pattern names it: `list_models("timm/conv*")`.
+
     Raises:
         ArgumentError: the pattern is no text.
+        ModelNameError: no such library, or one that cannot be imported.
     """
     if not isinstance(pattern, str):
         raise ArgumentError(
             f"list_models takes a pattern such as 'resnet*'; got {shortened(pattern)}"
         )
+    if is_of_library(pattern):
+        return names_matching(pattern)
     return sorted(fnmatch.filter(_FACTORIES, pattern))
 
 
+def check_name(name: str) -> None:
+    """Raises ModelNameError if there is no model of this name, with the nearest names."""
+    if is_of_library(name):
+        library_model(name)
+    else:
+        _find(name)
+
+
 def model_arguments(name: str) -> dict[str, inspect.Parameter]:
-    """Returns the arguments of a model by name, without those of `create`.
+    """Returns the arguments of a model by name, as far as known, without those of `create`.
 
     Raises:
         ModelNameError: no such model.
     """
+    if is_of_library(name):
+        library, own = library_model(name)
+        named = library.parameters(own).items()
+        kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        return {k: v for k, v in named if v.kind not in kinds and k not in OPTIONS}
     parameters = inspect.signature(_find(name)).parameters
     return {key: value for key, value in parameters.items() if key not in OPTIONS}
 
 
 def __getattr__(name: str) -> Factory:
-    """Returns the factory of a model: `zoo.catalog.resnet50`."""
+    """Returns the factory of one of zoo's models: `zoo.catalog.factories.resnet50`."""
     if name in _FACTORIES:
         return _FACTORIES[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -99,7 +153,7 @@ def _find(name: str) -> Factory:
     if not isinstance(name, str) or name not in _FACTORIES:
         raise ModelNameError(
             f"there is no model {shortened(name)}.{nearest(str(name), _FACTORIES)} "
-            "zoo.list_models() lists all names."
+            "zoo.list_models() lists all names; another library's are such as timm/resnet50"
         )
     return _FACTORIES[name]
 
@@ -117,10 +171,7 @@ def _factory(
     def build(**arguments: Any) -> Model:
         for argument in arguments:
             if argument not in own and argument not in OPTIONS:
-                raise ArgumentError(
-                    f"{name} takes no argument {shortened(argument)}.{nearest(argument, own)} "
-                    f"It takes {', '.join([*OPTIONS, *own])}."
-                )
+                raise unknown_argument(name, argument, [*OPTIONS, *own])
         options = {key: arguments.pop(key, value.default) for key, value in OPTIONS.items()}
         weights = published(name) if options.pop("pretrained") else None
         built = model(**{**size, **arguments})

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import zoo
+from zoo.catalog.pretrained import SOURCES
 from zoo.errors import WeightsError
-from zoo.pretrained import SOURCES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def library(name: str) -> Any:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zoo
-from zoo.catalog import OPTIONS, model_arguments
+from zoo.catalog.factories import OPTIONS, model_arguments
 from zoo.errors import ArgumentError, ModelNameError
 from zoo.tracing.planned_forward import patched_forward
 

@@ -1,12 +1,12 @@
 """Published weights, fetched and cached by the libraries that publish them, imported only then."""
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zoo.catalog.libraries import import_library
 from zoo.errors import WeightsError, in_a_line
 
 _TORCHVISION = (
@@ -37,13 +37,7 @@ def published(name: str) -> Mapping[str, Tensor]:
         names = ", ".join(SOURCES)
         raise WeightsError(f"no library publishes weights for {name}; pretrained= takes {names}")
     library, theirs = SOURCES[name]
-    try:
-        module: Any = importlib.import_module(library)
-    except (ImportError, RuntimeError) as error:
-        raise WeightsError(
-            f"the weights of {name} come from {library}, which cannot be imported here: "
-            f"pip install {library}"
-        ) from error
+    module = import_library(library, f"the weights of {name}", WeightsError)
     try:
         with torch.random.fork_rng(devices=[]):
             return _fetched(module, library, theirs)  # type: ignore[no-any-return]

@@ -1,0 +1,1 @@
+"""Models by name: zoo's own, and those of other libraries."""

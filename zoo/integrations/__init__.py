@@ -1,0 +1,1 @@
+"""zoo in other libraries' training loops: a file for each, which imports that library."""
