@@ -147,6 +147,24 @@ GUARDS = {
         Value.is_untouched: always self""",
     "test_fingerprint pitfalls/test_unseen_writes": """
         Value.has_version: always holder version version""",
+    "test_host_memory": """
+        OffloadedStorage.leave: drop wait_for_kernels
+        OffloadedStorage.come_back: drop wait_for_kernels, drop resize_, drop append
+        OffloadedStorage.before_read: drop come_back_here, drop settle, drop is_leaving
+        OffloadedStorage.settle: drop wait, drop resize_, drop remove
+        OffloadedStorage.__del__: drop _give
+        Copied.wait: drop event stream, never owner
+        DeviceTransfers.give: drop append
+        DeviceTransfers.take: none more
+        DeviceTransfers._take_back: drop used, drop offloaded, always tenants
+        DeviceTransfers._pieces: drop used
+        External._unchanged: drop before_read
+        Offloading.__init__: drop settle
+        Offloading._leave: drop settle, drop append moving
+        Offloading.before_replay: drop come_back_here
+        HostMemory.room: without allocated
+        host_memory._are_alone: always first, always all
+        host_memory._holders: without storage getrefcount""",
     "test_generators": """
         PackedState.state: drop memmove
         Recording.note_draws: always is_same_state, always index
@@ -462,7 +480,7 @@ def _found_by(mutant: Mutant) -> str:
 
 def _failed(folder: Path, mutant: Mutant, tests: Sequence[str]) -> str:
     """Returns the first of some tests that fails, '' if none does."""
-    words = "accelerator", "replay_check", "test_groups"
+    words = "accelerator", "host_memory", "replay_check", "test_groups"
     is_there = any(word in test for word in words for test in tests)
     device = ["--device", "soft"] if is_there else []
     run = subprocess.run(

@@ -41,6 +41,7 @@ from zoo._torch import (
     sequence_number,
     top_saved_tensors_hooks,
 )
+from zoo.engine.host_memory import HostMemory, Offloading
 from zoo.engine.operands import External
 from zoo.engine.operator_effects import makes_dropout_state
 from zoo.engine.recompute import HOOKS, leave_hooks, records
@@ -142,12 +143,17 @@ class Conductor(Recorder):
         operators: those dispatched so far, if there is no branch.
         visits: as in `PlannedBranch`, if there is no branch.
         hooks: saved-tensor hooks of the forward: the engine's, or others that wrap them.
+        offloading: what segments start from and the host holds until the backward, if `host` does.
     """
 
     def __init__(
-        self, branches: Sequence[PlannedBranch], hooks: AbstractContextManager[object] = HOOKS
+        self,
+        branches: Sequence[PlannedBranch],
+        hooks: AbstractContextManager[object] = HOOKS,
+        host: HostMemory | None = None,
     ) -> None:
         super().__init__()
+        self.offloading = None if host is None else Offloading(host)
         self.hooks = hooks
         self.branches = branches
         self.branch = branches[0] if branches else None
@@ -279,6 +285,8 @@ class Conductor(Recorder):
                 without_modes(handle.keep)
         for _ in self.path[shared:]:
             self._close()
+        if self.offloading is not None and not shared:
+            self.offloading.copy_out()
         for _ in path[shared:]:
             thread.segment = Segment(thread.segment)
         if shared and thread.segment is not None:
@@ -293,10 +301,12 @@ class Conductor(Recorder):
         assert segment is not None, "a path has a segment for each number"
         segment.end, thread.segment = segment.recording.count, segment.parent
         if segment.parent is None:
-            read = [one for one in segment.recording.storages.externals if one.is_read]
+            externals = [*segment.recording.storages.externals]
             prune(segment)
-            for external in read:
-                if (home := external.home()) is not None:
+            if self.offloading is not None:
+                self.offloading.add(segment, externals)
+            for external in externals:
+                if external.is_read and (home := external.home()) is not None:
                     self._readers[id(home)].append(weakref.ref(external))
             for handle in segment.all_handles():
                 home = handle.value.home()

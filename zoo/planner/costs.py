@@ -20,6 +20,8 @@ from typing import NamedTuple
 from zoo.planner.plan import Item, Plan, indices
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
+# storages of fewer bytes are not offloaded: that saves nothing that the calls for it are worth
+LEAST_OFFLOADED = 1 << 16
 # a segment keeps random numbers of at most so many bytes, in place of drawing them again
 NOISE = 1 << 12
 
@@ -160,16 +162,22 @@ class Simulation:
     recomputed_seconds: float
     backward_peaks: tuple[int, ...]  # the peak in the backward of each item
     moment: Moment  # the first tick at the peak
+    offloaded: int = 0  # bytes that are copied to the host until the backward
 
 
-def simulate(plan: Plan, costs: StepCosts) -> Simulation:
+def simulate(plan: Plan, costs: StepCosts, *, offload: bool = False) -> Simulation:
     """Computes the costs of a plan, without running it.
+
+    With `offload` what segments start from lies on the host until the backward reaches them, as
+    `engine.host_memory` has it: the copy of one storage is under way when that of the next begins,
+    and what a segment needs is copied back as the one behind it is recomputed.
 
     Raises:
         PlanError: the plan is for another number of steps.
     """
     plan.check(len(costs))
     clock = _Clock(costs)
+    clock.offloading = _Offloading(clock) if offload else None
     clock.run(plan)
     clock.hold_forward_only(len(costs))
     for casts in costs.casts:
@@ -182,6 +190,8 @@ def simulate(plan: Plan, costs: StepCosts) -> Simulation:
     for item, casts in zip(reversed(plan), reversed(earlier_casts), strict=True):
         # here no recomputed tensor is held
         clock.forward_bytes, clock.peak = clock.held_bytes, 0
+        if clock.offloading is not None and isinstance(item, tuple):
+            clock.offloading.come_back(item)
         clock.give_away(item)
         clock.backward(item)
         clock.release(casts)
@@ -191,7 +201,10 @@ def simulate(plan: Plan, costs: StepCosts) -> Simulation:
     peak, moment = max(peaks, key=operator.itemgetter(0))
     backward_peaks = tuple(backward_peak for backward_peak, _ in reversed(peaks[1:]))
     # an exact sum: plans that repeat equal steps in another order take equal time
-    return Simulation(peak, clock.flops, math.fsum(clock.seconds), backward_peaks, moment)
+    offloaded = 0 if clock.offloading is None else clock.offloading.bytes
+    return Simulation(
+        peak, clock.flops, math.fsum(clock.seconds), backward_peaks, moment, offloaded
+    )
 
 
 def least_possible(costs: StepCosts) -> int:
@@ -242,6 +255,7 @@ class _Clock:
         self.given_away: frozenset[int] = frozenset()  # outputs that a recomputation allocates anew
         self.seconds: list[float] = []
         self.recomputations: dict[int, _Recomputation] = {}  # by the ids of segments
+        self.offloading: _Offloading | None = None
 
     def run(self, plan: Plan) -> None:
         """Runs the forward."""
@@ -252,6 +266,8 @@ class _Clock:
                 self.hold(self.inputs(item))
             for step in steps:
                 self.hold_forward_only(step)
+                if self.offloading is not None and step == steps[0]:
+                    self.offloading.copy_out(step)
                 work = costs.forward[step] - self.held_casts(step)
                 self.tick(FORWARD, step, self.extra(costs.live[step]), work, None)
                 if costs.casts:
@@ -261,6 +277,8 @@ class _Clock:
             else:
                 self.held_bytes += self.copies(item)
                 self.hold(self.kept_by(item))
+                if self.offloading is not None:
+                    self.offloading.add(item)
 
     def backward(self, item: Item, *, is_inner: bool = False) -> None:
         """Runs the backward of an item; that of a segment recomputes it first.
@@ -444,3 +462,48 @@ class _Clock:
             self.holders[storage] -= 1
             if not self.holders[storage]:
                 self.held_bytes -= self.costs.sizes[storage]
+
+
+class _Offloading:
+    """Storages on the host: those that nothing holds but segments, which start from them."""
+
+    def __init__(self, clock: _Clock) -> None:
+        self.clock = clock
+        self.bytes = 0
+        # how many segments hold a storage, and the first step of the last of these
+        self.segments: dict[int, int] = {}
+        self.last_reader: dict[int, int] = {}
+        # the storage whose copy is under way, and those without memory on the device
+        self.leaving: int | None = None
+        self.away: set[int] = set()
+
+    def add(self, item: tuple[Item, ...]) -> None:
+        """Adds a segment whose forward is over."""
+        for storage in self.clock.inputs(item) | self.clock.kept_by(item):
+            if self.clock.costs.sizes[storage] >= LEAST_OFFLOADED:
+                self.segments[storage] = self.segments.get(storage, 0) + 1
+                self.last_reader[storage] = next(indices(item))
+
+    def copy_out(self, step: int) -> None:
+        """Copies out what nothing but segments holds when a step begins."""
+        costs = self.clock.costs
+        needed = costs.live[step] | costs.returned
+        for storage, count in [*self.segments.items()]:
+            if self.clock.holders[storage] == count and storage not in needed:
+                del self.segments[storage]
+                self.bytes += costs.sizes[storage]
+                if self.leaving is not None:
+                    self.away.add(self.leaving)
+                    self.clock.held_bytes -= costs.sizes[self.leaving]
+                self.leaving = storage
+
+    def come_back(self, item: tuple[Item, ...]) -> None:
+        """Copies back what a segment needs, and what the one before it does."""
+        first = next(indices(item))
+        leaving = [] if self.leaving is None else [self.leaving]
+        readers = [self.last_reader[storage] for storage in (*self.away, *leaving)]
+        first = max((reader for reader in readers if reader < first), default=first)
+        for storage in [*self.away]:
+            if self.last_reader[storage] >= first:
+                self.away.remove(storage)
+                self.clock.held_bytes += self.clock.costs.sizes[storage]

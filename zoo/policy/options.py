@@ -20,13 +20,13 @@ from torch import distributed, nn
 from zoo._torch import active_fake_mode, is_profiling
 from zoo.engine.devices import name_of
 from zoo.engine.sharded import is_spread
-from zoo.errors import ArgumentError, BudgetError, PlanError
+from zoo.errors import ArgumentError, BudgetError, PlanError, shortened
 from zoo.invocation import InputSpec, Invocation, device_of
 from zoo.loss import Loss
 from zoo.optimizer.in_backward import attached_to
 from zoo.optimizer.independence import optimizer_like
 from zoo.planner import schemes
-from zoo.planner.costs import simulate
+from zoo.planner.costs import LEAST_OFFLOADED, simulate
 from zoo.planner.json_reader import read_file
 from zoo.planner.least_memory import least_memory
 from zoo.planner.plan import Plan, RoomyPlan
@@ -40,7 +40,7 @@ from zoo.profiling.optimizer_memory import (
     maker_of,
 )
 from zoo.profiling.progress import shown
-from zoo.units import exact_bytes, format_bytes
+from zoo.units import at_least, exact_bytes, format_bytes, parse_bytes
 
 Checkpoint = bool | int | str | Plan | PlanReport | tuple[Any, ...]
 # more segments than any model has blocks
@@ -149,11 +149,50 @@ def _name(value: object) -> str:
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
+@dataclass(frozen=True)
+class Offload:
+    """Whether what segments start from lies on the host until the backward.
+
+    `host_budget`: the most bytes there; None for as many as that takes.
+    """
+
+    is_on: bool = False
+    host_budget: int | None = None
+
+    @classmethod
+    def of(cls, offload: bool, host_budget: int | str | None) -> "Offload":
+        """Reads the options of a user.
+
+        Raises:
+            ArgumentError: a budget without offloading, or in a wrong form.
+        """
+        if host_budget is None:
+            return cls(bool(offload))
+        if not offload:
+            raise ArgumentError(
+                f"host_budget={shortened(host_budget)} limits what offload=True copies to the "
+                "host; pass both, or leave it out"
+            )
+        return cls(True, parse_bytes(host_budget, "host_budget"))
+
+    def check(self, needed: int, title: str) -> None:
+        """Raises BudgetError if a plan copies more to the host than the budget allows."""
+        if self.host_budget is not None and needed > self.host_budget:
+            raise BudgetError(
+                f"offloading {title} needs {exact_bytes(needed)} of host memory; host_budget is "
+                f"{exact_bytes(self.host_budget)}. Raise it to {at_least(needed)!r}, lower the "
+                "batch size, or leave offload= out",
+                self.host_budget,
+                needed,
+            )
+
+
 def option_for(
     checkpoint: Checkpoint,
     memory_budget: Budget | None,
     max_overhead: Overhead | None,
     step: StepSettings | None = None,
+    offload: Offload = Offload(),
 ) -> "Option | None":
     """Returns an option of `zoo.checkpoint`; None for False. `step` is what a budget counts.
 
@@ -161,6 +200,21 @@ def option_for(
         ArgumentError: no such option, or a budget or a step beside another option.
         PlanError: a malformed plan.
     """
+    option = _option_for(checkpoint, memory_budget, max_overhead, step)
+    if offload.is_on and option is None:
+        raise ArgumentError(
+            "offload=True copies what segments start from to the host, and checkpoint=False has "
+            "none; take checkpoint=True, another option or a budget, or leave offload= out"
+        )
+    return option and replace(option, offload=offload)
+
+
+def _option_for(
+    checkpoint: Checkpoint,
+    memory_budget: Budget | None,
+    max_overhead: Overhead | None,
+    step: StepSettings | None,
+) -> "Option | None":
     checkpoint = parse_checkpoint(checkpoint)
     bounded = memory_budget is not None or max_overhead is not None
     report = checkpoint if isinstance(checkpoint, PlanReport) else None
@@ -204,6 +258,7 @@ class Option:
         max_overhead: of "auto", as a share of the baseline's time.
         report: the report that a given plan comes from; None without one.
         step: what a budget counts beside the model.
+        offload: whether what segments start from lies on the host.
     """
 
     checkpoint: Any
@@ -211,6 +266,7 @@ class Option:
     max_overhead: float | None = None
     report: PlanReport | None = None
     step: StepSettings = StepSettings()
+    offload: Offload = Offload()
 
     @property
     def plan(self) -> Plan | None:
@@ -285,7 +341,22 @@ class Option:
             planner = replace(planner, outline=planner.outline.without_loss())
         plans = self._unchecked_plans(planner, runs_kernels, has_run)
         plans[0].plan.check(planner.steps)
+        if self.offload.is_on:
+            self._check_offload(plans[0].plan, planner, has_run)
         return plans
+
+    def _check_offload(self, plan: Plan, planner: StepPlanner, has_run: bool) -> None:
+        """Refuses a plan that needs more host memory than the budget; warns if it needs none."""
+        steps = range(planner.steps, len(planner.costs))
+        offloaded = simulate(Plan([*plan, *steps]), planner.costs, offload=True).offloaded
+        if not has_run:
+            self.offload.check(offloaded, planner.title)
+        if not offloaded:
+            what = (
+                "offload=True copies nothing of %s to the host: its plan has no two segments of "
+                "which the first starts from %s or more that nothing else holds"
+            )
+            _log.warning(what, type(planner.model).__name__, format_bytes(LEAST_OFFLOADED))
 
     def _unchecked_plans(
         self, planner: StepPlanner, runs_kernels: bool, has_run: bool
