@@ -25,6 +25,7 @@ test: .venv/.installed
 # of their own; DEVICE=cuda, xpu, ... for one that is here
 DEVICE ?= soft
 ON_DEVICE = tests/accelerator tests/engine/test_generators.py tests/engine/test_executor.py \
+	tests/engine/test_host_memory.py \
 	tests/engine/test_recompute.py tests/engine/test_replay.py tests/engine/test_replay_check.py \
 	tests/engine/test_nondeterministic_kernels.py tests/engine/test_kernel_segments.py \
 	tests/engine/pitfalls/test_randomness.py tests/engine/pitfalls/test_statistics.py \

@@ -470,6 +470,8 @@ def _found_by(mutant: Mutant) -> str:
         for part in ("zoo", "tests"):
             shutil.copytree(ROOT / part, folder / part)
         shutil.copy(ROOT / "setup.cfg", folder)
+        if (built := ROOT / "build" / "accelerator").is_dir():
+            shutil.copytree(built, folder / "build" / "accelerator")
         (folder / mutant.file).write_text(mutant.text())
         others = [f"--ignore={holder}" for holder in holders]
         room = ROOT / "tests" / mutant.file.parent.name

@@ -298,13 +298,19 @@ class Offloading:
         # external tensors by storage, and the last segment that read it
         self._candidates: dict[int, tuple[int, list[weakref.ref[External]]]] = {}
         self._copied: list[weakref.ref[OffloadedStorage]] = []
+        self._saved: Sequence[External] = ()
         host.settle()
 
-    def add(self, segment: Segment, externals: Sequence[External]) -> None:
-        """Adds a segment that has ended, with the external tensors that its recording used."""
+    def begin(self, saved: Sequence[External]) -> None:
+        """Called before a segment, whose first operation has saved these before its kernel runs."""
+        self._saved = saved
+
+    def add(self, segment: Segment, read: Sequence[External]) -> None:
+        """Adds a segment that has ended, with the external tensors that its kernels read."""
         self.segments += 1
         segment.offloading = self, self.segments
-        for external in externals:
+        saved, self._saved = self._saved, ()
+        for external in (*read, *saved):
             if _may_be_alone(external):
                 _, others = self._candidates.get(id(external.home()), (0, []))
                 others.append(weakref.ref(external))

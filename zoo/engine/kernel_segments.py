@@ -169,6 +169,8 @@ class Conductor(Recorder):
         self._readers: defaultdict[int, list[weakref.ref[External]]] = defaultdict(list)
         self._saved: defaultdict[int, list[weakref.ref[Handle]]] = defaultdict(list)
         self._sequence = -1
+        # what the operation whose kernel comes next has saved, while no segment is open
+        self._outside: list[External] = []
         # the arguments of a switch that waits for the forward's own thread
         self._waiting: tuple[Path, bool] | None = None
 
@@ -189,6 +191,7 @@ class Conductor(Recorder):
             self._measure(out)
         if thread.conductor is self:
             self._sequence = sequence_number()
+            self._outside.clear()
         return out
 
     def before_write(self, tensor: Tensor) -> None:
@@ -267,6 +270,14 @@ class Conductor(Recorder):
         if not self.synchronized:
             self._switch_segments(())
 
+    def note_saved(self, external: External) -> None:
+        """Notes what is saved outside of all segments: it may be the first input of one.
+
+        A result is saved after the kernel, and is that of a kept step.
+        """
+        if self.offloading is not None and sequence_number() > self._sequence:
+            self._outside.append(external)
+
     def _switch_segments(self, path: Path, fresh: bool = False) -> None:
         """Closes and opens segments until those of a path are open; `fresh` reopens all of them.
 
@@ -287,6 +298,9 @@ class Conductor(Recorder):
             self._close()
         if self.offloading is not None and not shared:
             self.offloading.copy_out()
+            if path:
+                kept = (handle.external for handle in pending)
+                self.offloading.begin([*filter(None, kept), *self._outside])
         for _ in path[shared:]:
             thread.segment = Segment(thread.segment)
         if shared and thread.segment is not None:
@@ -301,12 +315,12 @@ class Conductor(Recorder):
         assert segment is not None, "a path has a segment for each number"
         segment.end, thread.segment = segment.recording.count, segment.parent
         if segment.parent is None:
-            externals = [*segment.recording.storages.externals]
+            read = [one for one in segment.recording.storages.externals if one.is_read]
             prune(segment)
             if self.offloading is not None:
-                self.offloading.add(segment, externals)
-            for external in externals:
-                if external.is_read and (home := external.home()) is not None:
+                self.offloading.add(segment, read)
+            for external in read:
+                if (home := external.home()) is not None:
                     self._readers[id(home)].append(weakref.ref(external))
             for handle in segment.all_handles():
                 home = handle.value.home()
@@ -354,6 +368,8 @@ class Conductor(Recorder):
         while thread.segment is not None:
             self._close()
         thread.conductor = None
+        if self.offloading is not None:
+            self.offloading.copy_out()
 
 
 def conducts() -> bool:

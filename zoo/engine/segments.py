@@ -349,6 +349,9 @@ class BlockListener(Protocol):
     def leave(self) -> None:
         """Called after a block of the model ran."""
 
+    def note_saved(self, external: External) -> None:
+        """Called when a tensor is saved outside of all segments."""
+
 
 class Thread(threading.local):
     """The engine's state on this thread."""

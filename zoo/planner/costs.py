@@ -165,21 +165,24 @@ class Simulation:
     offloaded: int = 0  # bytes that are copied to the host until the backward
 
 
-def simulate(plan: Plan, costs: StepCosts, *, offload: bool = False) -> Simulation:
+def simulate(plan: Plan, costs: StepCosts, *, offload: int = 0) -> Simulation:
     """Computes the costs of a plan, without running it.
 
-    With `offload` what segments start from lies on the host until the backward reaches them, as
-    `engine.host_memory` has it: the copy of one storage is under way when that of the next begins,
-    and what a segment needs is copied back as the one behind it is recomputed.
+    In the forward of the first `offload` steps, those of the model, what segments start from is
+    copied to the host until the backward reaches them, as `engine.host_memory` has it: the copy of
+    one storage is under way when that of the next begins, and what a segment needs is copied back
+    as the one behind it is recomputed.
 
     Raises:
         PlanError: the plan is for another number of steps.
     """
     plan.check(len(costs))
     clock = _Clock(costs)
-    clock.offloading = _Offloading(clock) if offload else None
+    clock.offloading = _Offloading(clock, offload) if offload else None
     clock.run(plan)
     clock.hold_forward_only(len(costs))
+    if clock.offloading is not None:
+        clock.offloading.copy_out(len(costs))
     for casts in costs.casts:
         clock.release(casts)
     earlier_casts = _earlier_casts(plan, costs)
@@ -467,8 +470,8 @@ class _Clock:
 class _Offloading:
     """Storages on the host: those that nothing holds but segments, which start from them."""
 
-    def __init__(self, clock: _Clock) -> None:
-        self.clock = clock
+    def __init__(self, clock: _Clock, steps: int) -> None:
+        self.clock, self.steps = clock, steps
         self.bytes = 0
         # how many segments hold a storage, and the first step of the last of these
         self.segments: dict[int, int] = {}
@@ -485,10 +488,10 @@ class _Offloading:
                 self.last_reader[storage] = next(indices(item))
 
     def copy_out(self, step: int) -> None:
-        """Copies out what nothing but segments holds when a step begins."""
+        """Copies out what only segments hold when a step of the model begins, or the model ends."""
         costs = self.clock.costs
         needed = costs.live[step] | costs.returned
-        for storage, count in [*self.segments.items()]:
+        for storage, count in [*self.segments.items()] if step <= self.steps else ():
             if self.clock.holders[storage] == count and storage not in needed:
                 del self.segments[storage]
                 self.bytes += costs.sizes[storage]

@@ -348,7 +348,7 @@ class Option:
     def _check_offload(self, plan: Plan, planner: StepPlanner, has_run: bool) -> None:
         """Refuses a plan that needs more host memory than the budget; warns if it needs none."""
         steps = range(planner.steps, len(planner.costs))
-        offloaded = simulate(Plan([*plan, *steps]), planner.costs, offload=True).offloaded
+        offloaded = simulate(Plan([*plan, *steps]), planner.costs, offload=planner.steps).offloaded
         if not has_run:
             self.offload.check(offloaded, planner.title)
         if not offloaded:
