@@ -155,8 +155,7 @@ GUARDS = {
         OffloadedStorage.__del__: drop _give
         Copied.wait: drop event stream, never owner
         DeviceTransfers.give: drop append
-        DeviceTransfers.take: none more
-        DeviceTransfers._take_back: drop used, drop offloaded, always tenants
+        DeviceTransfers._take_back: drop used, drop offloaded, drop tenants
         DeviceTransfers._pieces: drop used
         External._unchanged: drop before_read
         Offloading.__init__: drop settle

@@ -16,6 +16,7 @@ from zoo.planner.costs import simulate
 from zoo.planner.plan import Plan
 from zoo.profiling.peak_memory import measure_step
 from zoo.tracing.planned_forward import patched_forward
+from zoo.units import format_bytes
 
 KIND = torch.get_default_device().type
 pytestmark = pytest.mark.skipif(KIND != software.NAME, reason="needs pytest --device soft")
@@ -115,3 +116,27 @@ def test_a_plan_takes_the_bytes_that_were_predicted(name: str) -> None:
     before, after = taken(False), taken(True)
     assert after[1] == offloaded.offloaded > 0
     assert before[0] - after[0] == kept.peak - offloaded.peak > 0
+
+
+@needs_numpy
+def test_a_budget_is_kept_by_what_the_host_holds() -> None:
+    model = nn.Sequential(*(Block() for _ in range(5)), nn.Linear(64, 8))
+    x, make = torch.randn(2048, 64), functools.partial(torch.optim.SGD, lr=0.1)
+    kept = zoo.frontier(model, x, optimizer=make)
+    report = zoo.plan(model, x, optimizer=make, memory_budget=0.3, offload=True)
+    assert report.offloaded > 0
+    assert zoo.PlanReport.from_json(report.to_json()) == report
+    assert f"| {format_bytes(report.offloaded)} |" in report.table()
+    small = zoo.plan(model, x, optimizer=make, memory_budget=0.3, offload=True, host_budget="1MiB")
+    assert small.offloaded <= 1 << 20
+    zoo.checkpoint(model, report)
+    optimizer = make(model.parameters())
+
+    def step() -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    assert measure_step(step, model, optimizer, [x]).peak <= report.predicted_peak
+    assert min(point.peak for point in kept) <= report.predicted_peak <= report.budget

@@ -171,7 +171,7 @@ def test_a_storage_in_several_slabs_comes_back_whole(monkeypatch: pytest.MonkeyP
 def test_what_the_host_has_no_room_for_stays_on_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("zoo.policy.options.Offload.check", lambda *_: None)
+    monkeypatch.setattr("zoo.policy.budget.Offload.check", lambda *_: None)
     model = assert_exact_by(usual, host_budget=2 * STATE)
     assert host_of(model).peak == host_of(model).allocated == 2 * STATE
     assert host_of(model).is_full
@@ -361,7 +361,7 @@ def test_a_storage_that_came_back_is_not_written_into_memory_of_others() -> None
     host = HostMemory()
     x = torch.ones(STATE // 4) * 3
     storage = OffloadedStorage(x.untyped_storage(), 1, host.on(x.device))
-    assert storage.leave()
+    storage.leave()
     storage.settle()
     assert storage.is_away
     storage.come_back_here()

@@ -10,8 +10,8 @@ from zoo.errors import ArgumentError, shortened
 from zoo.invocation import Inputs, Invocation, check_loss, check_module, check_step
 from zoo.loss import Loss
 from zoo.planner.plan import Plan
-from zoo.policy.budget import Budget, Overhead, outputs_held
-from zoo.policy.options import Checkpoint, Offload, StepSettings, option_for
+from zoo.policy.budget import Budget, Offload, Overhead, outputs_held
+from zoo.policy.options import Checkpoint, StepSettings, option_for
 from zoo.profiling.optimizer_memory import OptimizerOption
 from zoo.profiling.progress import shown
 from zoo.profiling.step_profile import Outline

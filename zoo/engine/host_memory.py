@@ -25,11 +25,13 @@ is captured, nothing is copied.
 """
 
 import contextlib
+import functools
 import mmap
 import os
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -40,7 +42,7 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
 from zoo._torch import BelowAutograd, DisableTorchDispatch, storage_holders
-from zoo.engine.devices import is_capturing
+from zoo.engine.devices import is_capturing, synchronize
 from zoo.engine.operands import External
 from zoo.engine.replay import without_modes
 from zoo.engine.segments import Segment
@@ -130,21 +132,21 @@ class DeviceTransfers:
         # those of dead storages, which die at any time, also while slabs are taken
         self._returned: deque[Sequence[Piece]] = deque()
 
-    def take(self, size: int) -> list[Piece] | None:
-        """Returns memory of a size, in one slab or several; None if there is no room."""
+    def take(self, size: int) -> list[Piece]:
+        """Returns memory of a size, in one slab or several; none if there is no room."""
         self._take_back()
         slab = self._current
         missing = size - (0 if slab is None else len(slab.memory) - slab.used)
         missing -= sum(len(slab.memory) for slab in self._free)
         while missing > 0:
             if (more := self.host.room()) <= 0:
-                return None
+                return []
             try:
                 self._free.append(Slab(self.device, more))
             except (OSError, RuntimeError):
                 # the host has no more
                 self.host.limit = self.host.allocated
-                return None
+                return []
             self.host.allocated += more
             missing -= more
         pieces = [*self._pieces(size)]
@@ -233,16 +235,12 @@ class OffloadedStorage:
         self.copied: Copied | None = None
         self.is_leaving, self.is_away = True, False
 
-    def leave(self) -> bool:
-        """Begins to copy the storage out; returns whether the host has room."""
-        transfers = self.transfers
-        pieces = transfers.take(self.size)
-        if pieces is None:
-            return False
-        self.pieces = pieces
-        transfers.wait_for_kernels()
-        self.copied = transfers.copy(self.storage, pieces, out=True)
-        return True
+    def leave(self) -> None:
+        """Begins to copy the storage out, if the host has room."""
+        self.pieces = self.transfers.take(self.size)
+        if self.pieces:
+            self.transfers.wait_for_kernels()
+            self.copied = self.transfers.copy(self.storage, self.pieces, out=True)
 
     def come_back(self) -> None:
         """Begins to copy the storage back, if it is away."""
@@ -334,7 +332,8 @@ class Offloading:
         with self.host.lock, _as_bytes():
             transfers.settle(LEAVING - 1)
             offloaded = OffloadedStorage(storage, segment, transfers)
-            if not offloaded.leave():
+            offloaded.leave()
+            if not offloaded.pieces:
                 self.host.is_full = True
                 return
             for external in externals:
@@ -351,6 +350,24 @@ class Offloading:
         for offloaded in reversed(copied):
             if offloaded.is_away and offloaded.segment >= first:
                 offloaded.come_back_here()
+
+
+@functools.cache
+def copy_rate(device: torch.device) -> float:
+    """Measures the bytes per second of copies to the host and back, the slower of both."""
+    with _as_bytes():
+        storage = torch.zeros(SLAB, dtype=torch.uint8, device=device).untyped_storage()
+        transfers = HostMemory().on(storage.device)
+        pieces = transfers.take(SLAB)
+        seconds = []
+        # the first of each takes longer
+        for out in (True, False, True, False):
+            synchronize(storage.device)
+            start = time.perf_counter()
+            transfers.copy(storage, pieces, out=out)
+            synchronize(storage.device)
+            seconds.append(time.perf_counter() - start)
+        return SLAB / max(seconds[2:])
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from torch import distributed, nn
 from zoo._torch import active_fake_mode, is_profiling
 from zoo.engine.devices import name_of
 from zoo.engine.sharded import is_spread
-from zoo.errors import ArgumentError, BudgetError, PlanError, shortened
+from zoo.errors import ArgumentError, BudgetError, PlanError
 from zoo.invocation import InputSpec, Invocation, device_of
 from zoo.loss import Loss
 from zoo.optimizer.in_backward import attached_to
@@ -30,7 +30,15 @@ from zoo.planner.costs import LEAST_OFFLOADED, simulate
 from zoo.planner.json_reader import read_file
 from zoo.planner.least_memory import least_memory
 from zoo.planner.plan import Plan, RoomyPlan
-from zoo.policy.budget import Budget, Overhead, StepPlanner, check_gathered, parse_bounds
+from zoo.policy.budget import (
+    NO_OFFLOAD,
+    Budget,
+    Offload,
+    Overhead,
+    StepPlanner,
+    check_gathered,
+    parse_bounds,
+)
 from zoo.policy.plan_report import PlanReport
 from zoo.profiling.kernel_costs import is_of_kind
 from zoo.profiling.optimizer_memory import (
@@ -40,7 +48,7 @@ from zoo.profiling.optimizer_memory import (
     maker_of,
 )
 from zoo.profiling.progress import shown
-from zoo.units import at_least, exact_bytes, format_bytes, parse_bytes
+from zoo.units import exact_bytes, format_bytes
 
 Checkpoint = bool | int | str | Plan | PlanReport | tuple[Any, ...]
 # more segments than any model has blocks
@@ -149,50 +157,12 @@ def _name(value: object) -> str:
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
-@dataclass(frozen=True)
-class Offload:
-    """Whether what segments start from lies on the host until the backward.
-
-    `host_budget`: the most bytes there; None for as many as that takes.
-    """
-
-    is_on: bool = False
-    host_budget: int | None = None
-
-    @classmethod
-    def of(cls, offload: bool, host_budget: int | str | None) -> "Offload":
-        """Reads the options of a user.
-
-        Raises:
-            ArgumentError: a budget without offloading, or in a wrong form.
-        """
-        if host_budget is None:
-            return cls(bool(offload))
-        if not offload:
-            raise ArgumentError(
-                f"host_budget={shortened(host_budget)} limits what offload=True copies to the "
-                "host; pass both, or leave it out"
-            )
-        return cls(True, parse_bytes(host_budget, "host_budget"))
-
-    def check(self, needed: int, title: str) -> None:
-        """Raises BudgetError if a plan copies more to the host than the budget allows."""
-        if self.host_budget is not None and needed > self.host_budget:
-            raise BudgetError(
-                f"offloading {title} needs {exact_bytes(needed)} of host memory; host_budget is "
-                f"{exact_bytes(self.host_budget)}. Raise it to {at_least(needed)!r}, lower the "
-                "batch size, or leave offload= out",
-                self.host_budget,
-                needed,
-            )
-
-
 def option_for(
     checkpoint: Checkpoint,
     memory_budget: Budget | None,
     max_overhead: Overhead | None,
     step: StepSettings | None = None,
-    offload: Offload = Offload(),
+    offload: Offload = NO_OFFLOAD,
 ) -> "Option | None":
     """Returns an option of `zoo.checkpoint`; None for False. `step` is what a budget counts.
 
@@ -201,6 +171,9 @@ def option_for(
         PlanError: a malformed plan.
     """
     option = _option_for(checkpoint, memory_budget, max_overhead, step)
+    if option is not None and option.report is not None and option.report.offloaded:
+        # otherwise it would break the budget that it was made for
+        offload = replace(offload, is_on=True)
     if offload.is_on and option is None:
         raise ArgumentError(
             "offload=True copies what segments start from to the host, and checkpoint=False has "
@@ -266,7 +239,7 @@ class Option:
     max_overhead: float | None = None
     report: PlanReport | None = None
     step: StepSettings = StepSettings()
-    offload: Offload = Offload()
+    offload: Offload = NO_OFFLOAD
 
     @property
     def plan(self) -> Plan | None:
@@ -320,8 +293,14 @@ class Option:
             return plans
         (chosen,) = plans
         still = report.fixed.beside_activations - report.fixed.inputs
-        planner = replace(planner, outline=planner.outline.without_loss(), holds_outputs=False)
-        peak = simulate(chosen.plan, _with_optimizer_in_backward(planner).costs_with_gradients).peak
+        planner = replace(
+            planner,
+            outline=planner.outline.without_loss(),
+            holds_outputs=False,
+            offload=self.offload,
+        )
+        costs = _with_optimizer_in_backward(planner).costs_with_gradients
+        peak = planner.simulate(chosen.plan, costs).peak
         grows = sum(tensor.nbytes for tensor in planner.inputs) + peak
         if still + grows > report.budget:
             raise BudgetError(
@@ -370,7 +349,7 @@ class Option:
         if option is True or option == "auto":
             parameters = [(name, p.shape, p.dtype) for name, p in model.named_parameters()]
             spec = InputSpec.of(Invocation(tuple(planner.inputs)), model)
-            bounds = option, self.memory_budget, self.max_overhead, self.step.names
+            bounds = option, self.memory_budget, self.max_overhead, self.step.names, self.offload
             request = repr((outline.names, outline.blocks, parameters, spec, bounds))
             if option == "auto":
                 return _first_decided(request, lambda: self._within_budget(planner, has_run))
@@ -386,7 +365,7 @@ class Option:
 
     def _within_budget(self, planner: StepPlanner, has_run: bool) -> Sequence[RoomyPlan]:
         """Plans for the budget and logs the prediction."""
-        planner = self.step.of(planner).measured()
+        planner = replace(self.step.of(planner).measured(), offload=self.offload)
         is_assumed = self.step.optimizer == ASSUMED and not planner.optimizer_in_backward
         assumed = (
             f"the optimizer is assumed to be AdamW, with a state of "
