@@ -34,7 +34,7 @@ test-device: $(installed)
 	OMP_NUM_THREADS=1 $(python) -m pytest -p no:benchmark --device $(DEVICE) $(ON_DEVICE)
 
 # measures there, in parts that each stop after some minutes on a GPU, and goes on where it stopped:
-# make gpu DEVICE=cuda PART=speed; without it tests, families, budgets, speed, graphs and batches.
+# make gpu DEVICE=cuda PART=speed; without it tests, families, budgets, speed, graphs, batches and offload.
 # On the software accelerator models are small, nothing stops, and the page is build/gpu.md
 SECONDS = 170
 here = PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}

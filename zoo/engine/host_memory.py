@@ -310,9 +310,11 @@ class Offloading:
         saved, self._saved = self._saved, ()
         for external in (*read, *saved):
             if _may_be_alone(external):
-                _, others = self._candidates.get(id(external.home()), (0, []))
-                others.append(weakref.ref(external))
-                self._candidates[id(external.home())] = self.segments, others
+                key = id(external.home())
+                _, others = self._candidates.get(key, (0, []))
+                if all(external is not other for other in alive(others)):
+                    others.append(weakref.ref(external))
+                self._candidates[key] = self.segments, others
 
     def copy_out(self) -> None:
         """Copies out what the program has released since."""

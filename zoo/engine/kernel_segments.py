@@ -169,8 +169,8 @@ class Conductor(Recorder):
         self._readers: defaultdict[int, list[weakref.ref[External]]] = defaultdict(list)
         self._saved: defaultdict[int, list[weakref.ref[Handle]]] = defaultdict(list)
         self._sequence = -1
-        # what the operation whose kernel comes next has saved, while no segment is open
-        self._outside: list[External] = []
+        # external tensors that the operation whose kernel comes next has saved
+        self._saved_ahead: list[External] = []
         # the arguments of a switch that waits for the forward's own thread
         self._waiting: tuple[Path, bool] | None = None
 
@@ -191,7 +191,7 @@ class Conductor(Recorder):
             self._measure(out)
         if thread.conductor is self:
             self._sequence = sequence_number()
-            self._outside.clear()
+            self._saved_ahead.clear()
         return out
 
     def before_write(self, tensor: Tensor) -> None:
@@ -271,12 +271,9 @@ class Conductor(Recorder):
             self._switch_segments(())
 
     def note_saved(self, external: External) -> None:
-        """Notes what is saved outside of all segments: it may be the first input of one.
-
-        A result is saved after the kernel, and is that of a kept step.
-        """
+        """Notes what is saved before a kernel that may be the first of a segment, not after one."""
         if self.offloading is not None and sequence_number() > self._sequence:
-            self._outside.append(external)
+            self._saved_ahead.append(external)
 
     def _switch_segments(self, path: Path, fresh: bool = False) -> None:
         """Closes and opens segments until those of a path are open; `fresh` reopens all of them.
@@ -295,12 +292,13 @@ class Conductor(Recorder):
             for handle in pending:
                 without_modes(handle.keep)
         for _ in self.path[shared:]:
-            self._close()
+            # a kept step may have saved what the segment before it reads
+            self._close(kept=() if path else self._saved_ahead)
         if self.offloading is not None and not shared:
             self.offloading.copy_out()
             if path:
                 kept = (handle.external for handle in pending)
-                self.offloading.begin([*filter(None, kept), *self._outside])
+                self.offloading.begin([*filter(None, kept), *self._saved_ahead])
         for _ in path[shared:]:
             thread.segment = Segment(thread.segment)
         if shared and thread.segment is not None:
@@ -309,8 +307,8 @@ class Conductor(Recorder):
         self.path = path
         self.recording = None if thread.segment is None else thread.segment.recording
 
-    def _close(self) -> None:
-        """Closes the innermost segment."""
+    def _close(self, kept: Sequence[External] = ()) -> None:
+        """Closes the innermost segment; `kept` is not offloaded for it."""
         segment = thread.segment
         assert segment is not None, "a path has a segment for each number"
         segment.end, thread.segment = segment.recording.count, segment.parent
@@ -318,7 +316,8 @@ class Conductor(Recorder):
             read = [one for one in segment.recording.storages.externals if one.is_read]
             prune(segment)
             if self.offloading is not None:
-                self.offloading.add(segment, read)
+                own = [one for one in read if all(one is not other for other in kept)]
+                self.offloading.add(segment, own)
             for external in read:
                 if (home := external.home()) is not None:
                     self._readers[id(home)].append(weakref.ref(external))

@@ -131,7 +131,7 @@ def pack(tensor: Tensor) -> Packed:
             segment.recording.storages.hold(reference)
         reference.has_history |= has_history
         reference.is_result |= is_result
-        if segment is None and thread.conductor is not None:
+        if thread.conductor is not None:
             thread.conductor.note_saved(reference)
         if SAVED and (references := SAVED.get(id(tensor))) is not None:
             references.append(weakref.ref(reference))

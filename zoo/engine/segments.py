@@ -350,7 +350,7 @@ class BlockListener(Protocol):
         """Called after a block of the model ran."""
 
     def note_saved(self, external: External) -> None:
-        """Called when a tensor is saved outside of all segments."""
+        """Called when an external tensor is saved."""
 
 
 class Thread(threading.local):

@@ -318,6 +318,7 @@ class Option:
     ) -> Sequence[RoomyPlan]:
         if self.checkpoint != "auto":
             planner = replace(planner, outline=planner.outline.without_loss())
+        planner = replace(planner, offload=self.offload)
         plans = self._unchecked_plans(planner, runs_kernels, has_run)
         plans[0].plan.check(planner.steps)
         if self.offload.is_on:
@@ -327,7 +328,7 @@ class Option:
     def _check_offload(self, plan: Plan, planner: StepPlanner, has_run: bool) -> None:
         """Refuses a plan that needs more host memory than the budget; warns if it needs none."""
         steps = range(planner.steps, len(planner.costs))
-        offloaded = simulate(Plan([*plan, *steps]), planner.costs, offload=planner.steps).offloaded
+        offloaded = planner.simulate(Plan([*plan, *steps]), planner.costs).offloaded
         if not has_run:
             self.offload.check(offloaded, planner.title)
         if not offloaded:
@@ -365,7 +366,7 @@ class Option:
 
     def _within_budget(self, planner: StepPlanner, has_run: bool) -> Sequence[RoomyPlan]:
         """Plans for the budget and logs the prediction."""
-        planner = replace(self.step.of(planner).measured(), offload=self.offload)
+        planner = self.step.of(planner).measured()
         is_assumed = self.step.optimizer == ASSUMED and not planner.optimizer_in_backward
         assumed = (
             f"the optimizer is assumed to be AdamW, with a state of "
@@ -470,7 +471,7 @@ def _warn_of_no_saving(option: Any, plan: Plan, planner: StepPlanner) -> None:
         return
     costs = planner.costs_with_gradients
     plain = simulate(Plan.keep_all(len(costs)), costs).peak
-    peak = simulate(plan, costs).peak
+    peak = planner.simulate(plan, costs).peak
     if plain and peak >= plain:
         logged.add(repr(option))
         hint = (
