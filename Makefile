@@ -25,6 +25,7 @@ test: .venv/.installed
 # of their own; DEVICE=cuda, xpu, ... for one that is here
 DEVICE ?= soft
 ON_DEVICE = tests/accelerator tests/engine/test_generators.py tests/engine/test_executor.py \
+	tests/engine/test_host_memory.py \
 	tests/engine/test_recompute.py tests/engine/test_replay.py tests/engine/test_replay_check.py \
 	tests/engine/test_nondeterministic_kernels.py tests/engine/test_kernel_segments.py \
 	tests/engine/pitfalls/test_randomness.py tests/engine/pitfalls/test_statistics.py \
@@ -33,7 +34,7 @@ test-device: $(installed)
 	OMP_NUM_THREADS=1 $(python) -m pytest -p no:benchmark --device $(DEVICE) $(ON_DEVICE)
 
 # measures there, in parts that each stop after some minutes on a GPU, and goes on where it stopped:
-# make gpu DEVICE=cuda PART=speed; without it tests, families, budgets, speed, graphs and batches.
+# make gpu DEVICE=cuda PART=speed; without it tests, families, budgets, speed, graphs, batches and offload.
 # On the software accelerator models are small, nothing stops, and the page is build/gpu.md
 SECONDS = 170
 here = PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH}

@@ -3,9 +3,10 @@
     python benchmarks/gpu.py --device cuda speed budgets      # or make gpu DEVICE=cuda PART=speed
     python benchmarks/gpu.py --device soft                    # all parts, small, in software
 
-The parts are tests, families, budgets, speed, graphs and batches (`gpu_parts.py`). A part that has
-taken `--seconds` stops, and the same command goes on with what has no row yet. Each case runs in a
-process of its own; what fails there is a row, too. `python docs/gpu.py ROWS` takes the rows over.
+The parts are tests, families, budgets, speed, graphs, batches and offload (`gpu_parts.py`). A part
+that has taken `--seconds` stops, and the same command goes on with what has no row yet. Each case
+runs in a process of its own; what fails there is a row, too. `python docs/gpu.py ROWS` takes the
+rows over.
 
 It needs torch, einops and NumPy; the tests pytest, the other parts timm, torchvision and
 transformers. Where PYTORCH_ALLOC_CONF is not set, the allocator's segments are expandable.
@@ -30,7 +31,7 @@ from typing import Any
 from gpu_rows import Job, Rows, key_of
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("tests", "families", "budgets", "speed", "graphs", "batches")
+PARTS = ("tests", "families", "budgets", "speed", "graphs", "batches", "offload")
 SOFTWARE, CONF = "soft", "PYTORCH_ALLOC_CONF"
 NEEDED = {
     "": ("torch", "einops", "numpy"),

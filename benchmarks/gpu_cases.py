@@ -5,7 +5,7 @@ The small ones show on the software accelerator that all of it runs. Data are ra
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -174,6 +174,29 @@ SPEED: dict[str, Case] = {
     "ResNet-1001": resnet1001(128),
     "timm ConvNeXt-T": timm_convnext(64),
 }
+# their small ones have states of more than 64 KiB, since smaller ones are not offloaded
+OFFLOAD: dict[str, Case] = {
+    HF_GPT2: replace(
+        SPEED[HF_GPT2],
+        small=partial(GPT2, 8, 64, vocabulary=100, n_embd=64, n_layer=4, n_head=2),
+    ),
+    HF_LLAMA: replace(
+        SPEED[HF_LLAMA],
+        small=partial(
+            LLAMA, 8, 64, vocabulary=100, hidden_size=64, intermediate_size=128,
+            num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        ),
+    ),
+    "ViT-B/16": replace(
+        SPEED["ViT-B/16"],
+        small=partial(
+            images, "vit_base_patch16", 8, 128, image_size=128, width=64, depth=4, heads=2
+        ),
+    ),
+    TIMM_RESNET: replace(
+        SPEED[TIMM_RESNET], small=partial(peers.from_timm, "resnet10t", 16, 3, 64, 64)
+    ),
+}  # fmt: skip
 # asked for as shares of the baseline's peak
 BUDGETS: dict[str, tuple[Case, tuple[float, ...]]] = {
     HF_GPT2: (hf_gpt2(16, 1024, 0.7), (0.7,)),

@@ -6,6 +6,8 @@ budgets    a plan for a share of the baseline's peak: bytes asked, predicted and
 speed      seven steps, synchronized: milliseconds, and the peaks in them
 graphs     the same as CUDA graphs, beside the same steps without: what of the state differs, too
 batches    the largest batch within a budget (`largest_batch.py`)
+offload    copies to the host: their bytes per second, alone and beside matrix products; then steps
+           with and without offloading, by True and by plans for the same bytes on the device
 """
 
 import gc
@@ -32,6 +34,7 @@ from torch.utils._pytree import tree_map_only
 import zoo
 from zoo.engine.devices import synchronize
 from zoo.errors import in_a_line
+from zoo.tracing.planned_forward import patched_forward
 from zoo.units import parse_bytes
 from zoo.verification.state_comparison import same_bits
 
@@ -41,12 +44,15 @@ WARM = 5
 BASELINE, AGAIN, SWITCH, TRUE, PLAN = "baseline", "baseline again", "switch", "True", "plan"
 IN_BACKWARD = "True, optimizer in the backward"
 GRAPH = "True, CUDA graph"
+TRUE_OFFLOAD, PLAN_OFFLOAD = "True, offload", "plan, offload"
+COPIES, ALONE, BESIDE = "copies", "alone", "beside products"
 WAYS: dict[str, Callable[[peers.Training, Any], Any]] = {
     BASELINE: peers.METHODS["plain"].apply,
     AGAIN: peers.METHODS["plain"].apply,
     SWITCH: peers.METHODS[peers.OWN].apply,
     TRUE: peers.METHODS["zoo, True"].apply,
     GRAPH: peers.METHODS["zoo, True"].apply,
+    TRUE_OFFLOAD: lambda training, _: zoo.checkpoint(training.model, offload=True),
     IN_BACKWARD: largest_batch.by_true_and_optimizer,
 }
 # what a user gets who does not set PYTORCH_ALLOC_CONF, for these of SPEED
@@ -73,6 +79,10 @@ def jobs(part: str, device: str, conf: str, *, small: bool) -> Iterator[Job]:
         if part == "speed" and conf == SEGMENTS:
             for name in FRAGMENTED:
                 yield replace(make(name, (BASELINE, TRUE)), conf=DEFAULT_SEGMENTS)
+    elif part == "offload":
+        yield make(COPIES, (ALONE, BESIDE))
+        for name in gpu_cases.OFFLOAD:
+            yield make(name, (BASELINE, TRUE, TRUE_OFFLOAD, PLAN, PLAN_OFFLOAD))
     else:
         # in software the search is slow
         for name in ("GPT-2",) if small else largest_batch.MODELS:
@@ -95,6 +105,7 @@ def measure(job: Job, write: Write) -> None:
     if job.conf == DEFAULT_SEGMENTS:
         torch.cuda.memory._set_allocator_settings(job.conf)
     parts = {"families": families, "budgets": budgets, "speed": speed, "graphs": graphs}
+    parts |= {"offload": copies if job.case == COPIES else speed}
     parts.get(job.part, batches)(job, write)
 
 
@@ -164,7 +175,7 @@ def budgets(job: Job, write: Write) -> None:
 
 def speed(job: Job, write: Write) -> None:
     """Times steps: until the last kernel was launched, and until all are done."""
-    case = gpu_cases.SPEED[job.case]
+    case = (gpu_cases.OFFLOAD if job.part == "offload" else gpu_cases.SPEED)[job.case]
     for variant in job.variants:
         with row_of(job, variant, write, case) as row:
             training, took = begun(case, variant, job)
@@ -189,6 +200,43 @@ def speed(job: Job, write: Write) -> None:
             row.update(peaks(job.device))
             if variant == GRAPH:
                 row["replays"] = graphed.replays
+            if job.part == "offload":
+                # equal for all ways, unless a kernel of the baseline does not repeat its numbers
+                row["loss"] = float(training.step(0))
+                host = patched_forward(training.model)
+                row["host"] = 0 if host is None or host.host is None else host.host.peak
+
+
+def copies(job: Job, write: Write) -> None:
+    """Times copies of 64 MiB to the host and back, and matrix products alone and beside them."""
+    size, times = (1 << 20, 2) if job.small else (1 << 26, 20)
+    side = torch.Stream(device=job.device)
+    x = torch.randn(size >> 10, 256, device=job.device)
+    slab = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    whole = torch.zeros(size, dtype=torch.uint8, device=job.device)
+    weight = torch.randn(256, 4096 if not job.small else 256, device=job.device)
+
+    def copy() -> None:
+        with side:
+            slab.copy_(whole, non_blocking=True)
+            whole.copy_(slab, non_blocking=True)
+
+    def product() -> None:
+        for _ in range(times):
+            x @ weight
+
+    both = [copy, product]
+    for variant in job.variants:
+        row: dict[str, Any] = {"case": job.case, "variant": variant}
+        for run in both:
+            timed(run, job.device)
+        if variant == ALONE:
+            _, seconds = timed(copy, job.device)
+            row["bytes_per_second"] = 2 * size / seconds
+            _, seconds = timed(product, job.device)
+        else:
+            _, seconds = timed(lambda: [run() for run in both], job.device)
+        write(part=job.part, **row, ms=round(1e3 * seconds, 3), conf=job.conf)
 
 
 def graphs(job: Job, write: Write) -> None:
@@ -297,23 +345,26 @@ def begun(case: Case, variant: str, job: Job) -> tuple[peers.Training, dict[str,
     """Returns a training put under a way, and what that took."""
     training = built(case, job)
     started = time.perf_counter()
-    if variant != PLAN:
+    if variant not in (PLAN, PLAN_OFFLOAD):
         WAYS[variant](training, None)
         return training, {}
-    report = planned(training, case.share, job)
+    report = planned(training, case.share, job, offload=variant == PLAN_OFFLOAD)
     seconds = round(time.perf_counter() - started, 2)
     took = {"share": case.share, "plan_s": seconds, "predicted": report.predicted_peak}
     return training, {**took, "plan": str(report.plan).partition("\n")[0]}
 
 
-def planned(training: peers.Training, share: float, job: Job) -> zoo.PlanReport:
+def planned(
+    training: peers.Training, share: float, job: Job, *, offload: bool = False
+) -> zoo.PlanReport:
     """Plans for a share of the baseline's peak; a small model by halves of what a plan can save."""
     try:
-        return peers.by_budget(training, share)
+        return peers.by_budget(training, share, offload=offload)
     except zoo.BudgetError as error:
         if not job.small:
             raise
-        return peers.by_budget(training, (error.least + error.baseline) // 2)
+        half = (error.least + error.baseline) // 2
+        return peers.by_budget(training, half, offload=offload)
 
 
 def timed(step: Callable[[], object], device: str) -> tuple[float, float]:

@@ -377,7 +377,7 @@ def by_xformers(training: Training, asked: int | None) -> None:
     wrapped(way, training)
 
 
-def by_budget(training: Training, asked: float | None) -> zoo.PlanReport:
+def by_budget(training: Training, asked: float | None, *, offload: bool = False) -> zoo.PlanReport:
     """Plans for a budget in bytes, or for a share of the baseline's peak."""
     with training.autocast():
         report = zoo.plan(
@@ -387,6 +387,7 @@ def by_budget(training: Training, asked: float | None) -> zoo.PlanReport:
             optimizer=OPTIMIZERS[training.of.optimizer],
             loss=training.loss,
             holds_outputs=True,
+            offload=offload,
         )
     zoo.checkpoint(training.model, report)
     return report

@@ -73,6 +73,11 @@ BATCHES = """\
 The largest batch whose training step stays within a budget in bytes, and its samples per second, in
 float32, by `benchmarks/largest_batch.py`.
 """
+OFFLOAD = """\
+Steps whose segments start from tensors in pinned host memory, beside the same without, by *True*
+and by a plan for the same share of the baseline's peak. *On the host* is the most that lay there.
+The loss is that of one more step after the same steps, and is to be the same in all ways.
+"""
 # where a step was to be a graph, and ran eagerly
 NO_GRAPH = "no graph"
 TESTS = "`make test-device DEVICE=cuda`, by file.\n"
@@ -105,6 +110,7 @@ def page(rows: Rows) -> str:
         ("graphs", "CUDA graphs", GRAPHS, graphs),
         ("graphs exact", "Exactness of a graph", SAME, exactness),
         ("batches", "The largest batch", BATCHES, batches),
+        ("offload", "Offloading", OFFLOAD, offload),
         ("tests", "Tests", TESTS, tests),
     ]
     text = [HEAD]
@@ -305,6 +311,29 @@ def batches(rows: Rows) -> str:
     return (
         f"Within {format_bytes(budget)}, *batch*: samples per second:\n\n{table}" if table else ""
     )
+
+
+def offload(rows: Rows) -> str:
+    """Returns the rates of copies, and times and bytes with and without offloading."""
+    told = []
+    copied = {row["variant"]: row for row in rows if row["case"] == "copies" and "ms" in row}
+    if copied.keys() >= {"alone", "beside products"}:
+        alone, beside = copied["alone"], copied["beside products"]
+        told.append(
+            f"A copy to the host and back: {alone['bytes_per_second'] / 1e9:.1f} GB/s. Matrix "
+            f"products: {alone['ms']:.3g} ms alone, {beside['ms']:.3g} ms beside it."
+        )
+
+    def cell(row: Row, _: dict[str, Row]) -> str:
+        if "error" in row:
+            return "failed"
+        host = f", {format_bytes(row['host'])} on the host" if row["host"] else ""
+        return f"{row['ms']:.3g} ms, {format_bytes(row['allocated'])}{host}, loss {row['loss']:.9g}"
+
+    others = [row for row in rows if row["case"] != "copies"]
+    names = ("baseline", "True", "True, offload", "plan", "plan, offload")
+    table = by_variant(others, names, cell)
+    return "\n\n".join([*told, table] if table else told)
 
 
 def tests(rows: Rows) -> str:

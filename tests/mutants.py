@@ -147,6 +147,23 @@ GUARDS = {
         Value.is_untouched: always self""",
     "test_fingerprint pitfalls/test_unseen_writes": """
         Value.has_version: always holder version version""",
+    "test_host_memory": """
+        OffloadedStorage.leave: drop wait_for_kernels
+        OffloadedStorage.come_back: drop wait_for_kernels, drop resize_, drop append
+        OffloadedStorage.before_read: drop come_back_here, drop settle, drop is_leaving
+        OffloadedStorage.settle: drop wait, drop resize_, drop remove
+        OffloadedStorage.__del__: drop _give
+        Copied.wait: drop event stream, never owner
+        DeviceTransfers.give: drop append
+        DeviceTransfers._take_back: drop used, drop offloaded, drop tenants
+        DeviceTransfers._pieces: drop used
+        External._unchanged: drop before_read
+        Offloading.__init__: drop settle
+        Offloading._leave: drop settle, drop append moving
+        Offloading.before_replay: drop come_back_here
+        HostMemory.room: without allocated
+        host_memory._are_alone: always first, always all
+        host_memory._holders: without storage getrefcount""",
     "test_generators": """
         PackedState.state: drop memmove
         Recording.note_draws: always is_same_state, always index
@@ -452,6 +469,8 @@ def _found_by(mutant: Mutant) -> str:
         for part in ("zoo", "tests"):
             shutil.copytree(ROOT / part, folder / part)
         shutil.copy(ROOT / "setup.cfg", folder)
+        if (built := ROOT / "build" / "accelerator").is_dir():
+            shutil.copytree(built, folder / "build" / "accelerator")
         (folder / mutant.file).write_text(mutant.text())
         others = [f"--ignore={holder}" for holder in holders]
         room = ROOT / "tests" / mutant.file.parent.name
@@ -462,7 +481,7 @@ def _found_by(mutant: Mutant) -> str:
 
 def _failed(folder: Path, mutant: Mutant, tests: Sequence[str]) -> str:
     """Returns the first of some tests that fails, '' if none does."""
-    words = "accelerator", "replay_check", "test_groups"
+    words = "accelerator", "host_memory", "replay_check", "test_groups"
     is_there = any(word in test for word in words for test in tests)
     device = ["--device", "soft"] if is_there else []
     run = subprocess.run(

@@ -5,6 +5,12 @@
 // current device, streams and events, autocast. The arithmetic is the CPU's: an operator without a
 // kernel here runs on copies in host memory, so the peak of an index is that of its tensors.
 //
+// Once an order is set, streams are asynchronous. A copy on a stream other than the default runs as
+// late as the stream's events and synchronizations allow, as early, or at random; freed memory is
+// overwritten and given out again at once. Kernels run when they are called, after all that their
+// stream waits for. So that such a kernel counts as late, too, a copy that reads or writes memory of
+// another stream without waiting for it finds nothing there, whatever the order (`Streams`).
+//
 // It refuses what CUDA refuses, in CUDA's words: tensors of two devices in one kernel, a generator of
 // another device, a kernel that CUDA does not have or that is not deterministic there. Its addresses
 // are none of the host's, so that reading them ends the process.
@@ -36,15 +42,22 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstdlib>
+#include <deque>
+#include <functional>
+#include <map>
 #include <mutex>
+#include <random>
 #include <string_view>
 #include <unordered_map>
 #include <unordered_set>
+#include <vector>
 
 namespace {
 
@@ -73,14 +86,139 @@ void* host_address(const void* device) {
   return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(device) & ~DEVICE_BIT);
 }
 
+// a stream and its device
+using StreamKey = std::pair<c10::DeviceIndex, c10::StreamId>;
+// for each stream up to which of its tasks another one, or the host, has waited
+using Known = std::map<StreamKey, uint64_t>;
+
 struct Block {
   c10::DeviceIndex index;
   size_t size;
+  StreamKey owner;     // the stream that it was allocated on
+  Known written, read;  // the last task of each stream that wrote it, and that read it
 };
+
+// ---- streams: what is queued on them, and in which order it runs
+
+enum class Order { SYNCHRONOUS, LATE, EARLY, RANDOM };
+
+struct Task {
+  uint64_t number;
+  std::function<void()> run;  // a copy, or a wait for another stream
+};
+
+struct Queue {
+  uint64_t count = 0;  // tasks so far, kernels included
+  Known known;
+  std::deque<Task> tasks;
+};
+
+struct Event {
+  std::chrono::steady_clock::time_point at;
+  StreamKey stream;
+  uint64_t count = 0;
+  Known known;
+};
+
+void join(Known& known, const Known& other) {
+  for (const auto& [stream, count] : other) known[stream] = std::max(known[stream], count);
+}
+
+bool includes(const Known& known, const Known& other) {
+  return std::all_of(other.begin(), other.end(), [&](const auto& entry) {
+    const auto found = known.find(entry.first);
+    return entry.second == 0 || (found != known.end() && found->second >= entry.second);
+  });
+}
+
+struct Streams {
+  std::recursive_mutex mutex;
+  Order order = Order::SYNCHRONOUS;
+  std::mt19937 random;
+  std::map<StreamKey, Queue> queues;
+  Known host;  // what the host has waited for
+
+  static Streams& get() {
+    static auto* streams = new Streams();
+    return *streams;
+  }
+
+  bool is_asynchronous() const { return order != Order::SYNCHRONOUS; }
+
+  // runs the tasks of a stream up to a number
+  void run(StreamKey stream, uint64_t number) {
+    auto& queue = queues[stream];
+    while (!queue.tasks.empty() && queue.tasks.front().number <= number) {
+      auto task = std::move(queue.tasks.front());
+      queue.tasks.pop_front();
+      task.run();
+    }
+  }
+  void run(StreamKey stream) { run(stream, queues[stream].count); }
+  void run_all() {
+    for (auto& entry : queues) run(entry.first);
+  }
+
+  // runs what the order runs before the host goes on
+  void pass_time() {
+    if (order == Order::EARLY) run_all();
+    if (order != Order::RANDOM) return;
+    for (auto& [stream, queue] : queues)
+      if (!queue.tasks.empty() && random() % 3 == 0)
+        run(stream, queue.tasks.front().number + random() % 3);
+  }
+
+  // counts the next task of a stream, which comes after all that the host has waited for
+  Queue& next(StreamKey stream) {
+    auto& queue = queues[stream];
+    join(queue.known, host);
+    queue.known[stream] = ++queue.count;
+    return queue;
+  }
+  void add(StreamKey stream, std::function<void()> run) {
+    // it may run where modes of Python or transforms are active
+    const auto keys = c10::impl::tls_local_dispatch_key_set();
+    queues[stream].tasks.push_back({queues[stream].count, [keys, run = std::move(run)] {
+                                      const c10::impl::ForceDispatchKeyGuard guard(keys);
+                                      run();
+                                    }});
+    pass_time();
+  }
+  void wait(StreamKey stream, const Event& event) {
+    join(next(stream).known, event.known);
+    add(stream, [this, other = event.stream, count = event.count] { run(other, count); });
+  }
+  // the host waits for tasks of a stream
+  void synchronize(StreamKey stream, uint64_t count, const Known& known) {
+    run(stream, count);
+    join(host, known);
+  }
+  void synchronize(StreamKey stream) {
+    synchronize(stream, queues[stream].count, queues[stream].known);
+  }
+
+  // notes that the latest task of a stream uses memory; returns whether it has waited for all that
+  // others have written there, and if it writes itself, read there
+  bool use(Block& block, StreamKey stream, bool writes) {
+    const auto& queue = queues[stream];
+    const bool is_ordered = includes(queue.known, block.written) &&
+                            (!writes || includes(queue.known, block.read));
+    if (writes) block.read.clear(), block.written = {{stream, queue.count}};
+    else block.read[stream] = queue.count;
+    return is_ordered;
+  }
+};
+
+StreamKey current_stream(c10::DeviceIndex index) { return {index, streams[index]}; }
+
+// numbers that no program computes by chance: floats of them are not numbers
+void overwrite(void* place, size_t size) { std::memset(host_address(place), 0xFF, size); }
 
 struct Memory final : c10::DeviceAllocator {
   std::mutex mutex;
   std::unordered_map<void*, Block> blocks;
+  // while streams are asynchronous, freed memory by its size, which the next of that size gets
+  std::map<size_t, std::vector<void*>> freed;
   std::array<c10::CachingDeviceAllocator::DeviceStats, COUNT> stats;
   std::array<size_t, COUNT> total{size_t(8) << 30, size_t(8) << 30};
 
@@ -92,30 +230,62 @@ struct Memory final : c10::DeviceAllocator {
   // bytes of the index in use, and how often memory was asked for
   static void free_block(void* place) {
     auto& self = get();
+    auto& streams = Streams::get();
+    std::lock_guard order(streams.mutex);
     std::lock_guard lock(self.mutex);
     auto found = self.blocks.find(place);
     if (found == self.blocks.end()) return;
+    // it is free for those that come later on its stream
+    if (streams.is_asynchronous()) streams.run(found->second.owner);
+    const auto size = found->second.size;
     auto& stats = self.stats[found->second.index];
-    stats.allocated_bytes[0].decrease(found->second.size);
-    stats.reserved_bytes[0].decrease(found->second.size);
+    stats.allocated_bytes[0].decrease(size);
+    stats.reserved_bytes[0].decrease(size);
     stats.allocation[0].decrease(1);
     self.blocks.erase(found);
-    std::free(host_address(place));
+    if (!streams.is_asynchronous()) return std::free(host_address(place));
+    overwrite(place, size);
+    self.freed[rounded(size)].push_back(place);
+  }
+
+  static size_t rounded(size_t size) { return (size + 63) / 64 * 64; }
+
+  // host memory for a block: what was freed last, or new
+  void* place_of(size_t size) {
+    auto& places = freed[rounded(size)];
+    if (places.empty()) return device_address(std::aligned_alloc(64, rounded(size)));
+    auto* place = places.back();
+    places.pop_back();
+    return place;
+  }
+  void release_freed() {
+    std::lock_guard lock(mutex);
+    for (auto& [size, places] : freed)
+      for (auto* place : places) std::free(host_address(place));
+    freed.clear();
   }
 
   c10::DataPtr allocate(size_t size) override {
     const c10::Device device(TYPE, current);
     if (size == 0) return {nullptr, nullptr, &free_block, device};
+    auto& streams = Streams::get();
+    std::lock_guard order(streams.mutex);
     std::lock_guard lock(mutex);
     auto& mine = stats[current];
     const auto used = size_t(mine.allocated_bytes[0].current);
     TORCH_CHECK_WITH(OutOfMemoryError, used + size <= total[current], "out of memory: ", size,
                      " bytes on index ", int(current), ", where ", used, " are in use");
-    void* place = device_address(std::aligned_alloc(64, (size + 63) / 64 * 64));
+    void* place = place_of(size);
     mine.allocated_bytes[0].increase(size);
     mine.reserved_bytes[0].increase(size);
     mine.allocation[0].increase(1);
-    blocks[place] = {current, size};
+    Block block{current, size, current_stream(current), {}, {}};
+    if (streams.is_asynchronous()) {
+      overwrite(place, size);
+      // earlier tasks of the stream may still use it
+      block.written[block.owner] = streams.queues[block.owner].count;
+    }
+    blocks[place] = block;
     return {place, place, &free_block, device};
   }
 
@@ -149,7 +319,7 @@ struct Memory final : c10::DeviceAllocator {
 // host memory of which it is known that it is pinned, as reducers of gradients want it
 struct Pinned final : c10::Allocator {
   std::mutex mutex;
-  std::unordered_set<const void*> blocks;
+  std::unordered_map<const void*, Block> blocks;
 
   static Pinned& get() {
     static auto* pinned = new Pinned();
@@ -158,6 +328,10 @@ struct Pinned final : c10::Allocator {
 
   static void free_block(void* place) {
     auto& self = get();
+    auto& streams = Streams::get();
+    std::lock_guard order(streams.mutex);
+    // torch's allocators wait until copies from and to it are done
+    streams.run_all();
     std::lock_guard lock(self.mutex);
     self.blocks.erase(place);
     std::free(place);
@@ -166,12 +340,13 @@ struct Pinned final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
     void* place = std::aligned_alloc(64, (size / 64 + 1) * 64);
     std::lock_guard lock(mutex);
-    blocks.insert(place);
+    blocks[place] = {};
     return {place, place, &free_block, c10::kCPU};
   }
-  bool has(const void* place) {
+  Block* find(const void* place) {
     std::lock_guard lock(mutex);
-    return blocks.contains(place);
+    const auto found = blocks.find(place);
+    return found == blocks.end() ? nullptr : &found->second;
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
   void copy_data(void* to, const void* from, size_t size) const override {
@@ -179,11 +354,7 @@ struct Pinned final : c10::Allocator {
   }
 };
 
-// ---- the current device, streams and events; all work is done when a call returns
-
-struct Event {
-  std::chrono::steady_clock::time_point at;
-};
+// ---- the current device, streams and events
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return TYPE; }
@@ -223,20 +394,78 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
   }
-  void record(void** event, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex,
+              c10::EventFlag) const override {
     if (*event == nullptr) *event = new Event();
-    static_cast<Event*>(*event)->at = std::chrono::steady_clock::now();
+    auto& streams = Streams::get();
+    std::lock_guard lock(streams.mutex);
+    const auto& queue = streams.queues[key(stream)];
+    *static_cast<Event*>(*event) = {std::chrono::steady_clock::now(), key(stream), queue.count,
+                                    queue.known};
+    streams.pass_time();
   }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeEvent(void*) const override {}
-  void synchronizeDevice(c10::DeviceIndex) const override {}
+  void block(void* event, const c10::Stream& stream) const override {
+    auto& streams = Streams::get();
+    std::lock_guard lock(streams.mutex);
+    if (streams.is_asynchronous()) streams.wait(key(stream), *static_cast<Event*>(event));
+  }
+  bool queryEvent(void* event) const override {
+    const auto& asked = *static_cast<Event*>(event);
+    return is_done(asked.stream, asked.count);
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    return is_done(key(stream), Streams::get().queues[key(stream)].count);
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    auto& streams = Streams::get();
+    std::lock_guard lock(streams.mutex);
+    streams.synchronize(key(stream));
+  }
+  void synchronizeEvent(void* event) const override {
+    auto& streams = Streams::get();
+    std::lock_guard lock(streams.mutex);
+    const auto& asked = *static_cast<Event*>(event);
+    streams.synchronize(asked.stream, asked.count, asked.known);
+  }
+  void synchronizeDevice(c10::DeviceIndex index) const override {
+    auto& streams = Streams::get();
+    std::lock_guard lock(streams.mutex);
+    for (auto& entry : streams.queues)
+      if (entry.first.first == checked(index)) streams.synchronize(entry.first);
+  }
+  static StreamKey key(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
+  // one more task is done for each question, so that a host which asks until it is done goes on
+  static bool is_done(StreamKey stream, uint64_t count) {
+    auto& streams = Streams::get();
+    std::lock_guard lock(streams.mutex);
+    auto& queue = streams.queues[stream];
+    if (queue.tasks.empty() || queue.tasks.front().number > count) return true;
+    streams.run(stream, queue.tasks.front().number);
+    return false;
+  }
   double elapsedTime(void* one, void* other, c10::DeviceIndex) const override {
     const auto span = static_cast<Event*>(other)->at - static_cast<Event*>(one)->at;
     return std::chrono::duration<double, std::milli>(span).count();
   }
+};
+
+// what runs on the current stream of an index now, after all that the stream waits for
+struct Kernel {
+  static inline thread_local bool runs = false;
+  const bool around = runs;
+
+  explicit Kernel(c10::DeviceIndex index) {
+    auto& streams = Streams::get();
+    if (!around && streams.is_asynchronous()) {
+      std::lock_guard lock(streams.mutex);
+      const auto stream = current_stream(index);
+      streams.pass_time();
+      streams.next(stream);
+      streams.run(stream);
+    }
+    runs = true;
+  }
+  ~Kernel() { runs = around; }
 };
 
 // ---- random streams: a state of 16 bytes, and each kernel's numbers by its seed and offset
@@ -307,7 +536,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return at::make_generator<Stream>(checked(index));
   }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &Pinned::get(); }
-  bool isPinnedPtr(const void* place) const override { return Pinned::get().has(place); }
+  bool isPinnedPtr(const void* place) const override { return Pinned::get().find(place); }
   at::Device getDeviceFromPtr(void* place) const override {
     auto& memory = Memory::get();
     std::lock_guard lock(memory.mutex);
@@ -315,6 +544,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
     const c10::DeviceGuard guard(storage.device());
+    const Kernel kernel(current);
     auto fresh = Memory::get().allocate(size);
     if (size > 0 && storage.nbytes() > 0)
       Memory::get().copy_data(fresh.get(), storage.data(), std::min(size, storage.nbytes()));
@@ -441,9 +671,27 @@ void check_as_cuda(const c10::OperatorHandle& operation, const torch::jit::Stack
 
 // ---- copies, views and kernels that are not all a fallback can do
 
+// memory of a device, or pinned; null for any other of the host's
+Block* block_of(const at::Tensor& tensor) {
+  if (tensor.is_cpu()) return Pinned::get().find(tensor.storage().data());
+  auto& memory = Memory::get();
+  std::lock_guard lock(memory.mutex);
+  const auto found = memory.blocks.find(tensor.storage().mutable_data());
+  return found == memory.blocks.end() ? nullptr : &found->second;
+}
+
+// notes that the latest task of a stream uses a tensor; returns whether it may
+bool use(const at::Tensor& tensor, StreamKey stream, bool writes) {
+  std::lock_guard lock(Streams::get().mutex);
+  auto* block = block_of(tensor);
+  return block == nullptr || Streams::get().use(*block, stream, writes);
+}
+
 // the same memory, as the CPU sees it
 at::Tensor in_host(const at::Tensor& tensor) {
   if (tensor.is_cpu()) return tensor;
+  if (Kernel::runs && Streams::get().is_asynchronous())
+    use(tensor, current_stream(tensor.device().index()), false);
   auto alias = at::from_blob(host_address(tensor.data_ptr()), tensor.sizes(), tensor.strides(),
                              tensor.options().device(at::kCPU));
   if (tensor.is_conj()) alias = alias.conj();
@@ -474,8 +722,24 @@ at::Tensor& set_strided(at::Tensor& self, at::Storage source, int64_t offset, at
   return at::native::set_storage_cpu_(self, source, offset, size, stride);
 }
 
-at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
-  in_host(to).copy_(in_host(from));
+void copy_asynchronously(const at::Tensor& from, const at::Tensor& to, bool waits) {
+  auto& streams = Streams::get();
+  std::lock_guard lock(streams.mutex);
+  const auto stream = current_stream((to.is_cpu() ? from : to).device().index());
+  if (!Kernel::runs) streams.next(stream);
+  const bool is_ordered = use(from, stream, false) & use(to, stream, true);
+  const auto copy = [from = in_host(from), to = in_host(to)] { to.copy_(from); };
+  if (Kernel::runs) return copy();
+  if (is_ordered) streams.add(stream, copy);
+  else streams.add(stream, [to = in_host(to)] { overwrite(to.data_ptr(), to.nbytes()); });
+  // the host waits for memory of its own that is not pinned
+  const bool is_pinned = block_of(from) != nullptr && block_of(to) != nullptr;
+  if ((from.is_cpu() || to.is_cpu()) && (waits || !is_pinned)) streams.synchronize(stream);
+}
+
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool is_asynchronous) {
+  if (Streams::get().is_asynchronous()) copy_asynchronously(from, to, !is_asynchronous);
+  else in_host(to).copy_(in_host(from));
   return to;
 }
 
@@ -485,6 +749,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 }
 
 at::Scalar number(const at::Tensor& tensor) {
+  const Kernel kernel(tensor.device().index());
   return at::native::_local_scalar_dense_cpu(in_host(tensor));
 }
 
@@ -505,6 +770,7 @@ at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight,
                        at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
                        at::IntArrayRef output_padding, int64_t groups) {
   check_devices(input, weight, bias);
+  const Kernel kernel(input.device().index());
   std::optional<at::Tensor> host_bias;
   if (bias.has_value() && bias->defined()) host_bias = in_host(*bias);
   return at::convolution(in_host(input), in_host(weight), host_bias, stride, padding, dilation,
@@ -517,6 +783,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
     at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
     at::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> mask) {
   check_devices(gradient, input, weight);
+  const Kernel kernel(input.device().index());
   const int64_t channels = gradient.size(1);
   auto [of_input, of_weight, of_bias] = at::convolution_backward(
       in_host(gradient), in_host(input), in_host(weight), channels, stride, padding, dilation,
@@ -533,6 +800,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
     const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& mean,
     const std::optional<at::Tensor>& variance, bool trains, double momentum, double epsilon) {
   check_devices(input, weight, bias, mean, variance);
+  const Kernel kernel(input.device().index());
   const auto host = [](const std::optional<at::Tensor>& given) {
     return given.has_value() && given->defined() ? std::optional(in_host(*given)) : std::nullopt;
   };
@@ -562,6 +830,7 @@ void on_copies(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
     }
   }
   const c10::DeviceGuard guard(c10::Device(TYPE, index));
+  const Kernel kernel(index);
   if (!operation.hasTag(at::Tag::nondeterministic_seeded)) {
     at::native::cpu_fallback(operation, stack);
     return;
@@ -647,5 +916,13 @@ TORCH_LIBRARY(zoo_software, m) {
         [](int64_t index) { return default_generator(c10::DeviceIndex(index)); });
   m.def("set_total(int index, int bytes) -> ()", [](int64_t index, int64_t bytes) {
     Memory::get().total[checked(c10::DeviceIndex(index))] = size_t(bytes);
+  });
+  m.def("set_order(int order, int seed) -> ()", [](int64_t order, int64_t seed) {
+    auto& streams = Streams::get();
+    std::lock_guard lock(streams.mutex);
+    streams.run_all();
+    streams.order = Order(order);
+    streams.random.seed(uint32_t(seed));
+    if (!streams.is_asynchronous()) Memory::get().release_freed();
   });
 }

@@ -22,6 +22,8 @@ NAME = "soft"
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(__file__).with_name("software.cpp")
 BUILD = ROOT / "build" / "accelerator"
+# in which order streams run what is queued on them: at once, or as late or as early as they may
+ORDERS = ("synchronous", "late", "early", "random")
 
 
 def missing() -> str | None:
@@ -122,4 +124,7 @@ def _module() -> types.ModuleType:
     found.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     found.get_device_name = lambda device=None: "software accelerator"
     found.set_total_memory = torch.ops.zoo_software.set_total
+    found.set_order = lambda order, seed=0: torch.ops.zoo_software.set_order(
+        ORDERS.index(order), seed
+    )
     return found

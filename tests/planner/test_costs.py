@@ -6,7 +6,16 @@ from hypothesis import given, settings, strategies as st
 
 from tests.planner.chains import chains, nested_plans
 from tests.planner.test_planner import uniform
-from zoo.planner.costs import BACKWARD, FORWARD, RECOMPUTE, StepCosts, least_possible, simulate
+from zoo.planner.costs import (
+    BACKWARD,
+    FORWARD,
+    LEAST_OFFLOADED,
+    RECOMPUTE,
+    CopyRate,
+    StepCosts,
+    least_possible,
+    simulate,
+)
 from zoo.planner.plan import Plan
 
 
@@ -36,6 +45,47 @@ def test_no_plan_goes_below_what_a_step_alone_takes(costs: StepCosts) -> None:
     for same in (costs, returning(costs)):
         least = min(simulate(plan, same).peak for plan in nested_plans(len(same)))
         assert least_possible(same) <= least
+
+
+def large(costs: StepCosts) -> StepCosts:
+    """Returns costs whose storages are large enough to be offloaded."""
+    return replace(costs, sizes=tuple(size + LEAST_OFFLOADED for size in costs.sizes))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_offloading_adds_no_bytes_on_the_device(data: st.DataObject) -> None:
+    costs = large(returning(data.draw(chains(5))))
+    plan = data.draw(st.sampled_from(nested_plans(len(costs))))
+    kept, found = simulate(plan, costs), simulate(plan, costs, offload=len(costs))
+    moment = found.moment
+    parts = (moment.kept, moment.recomputed, moment.state, moment.work, moment.gradient)
+    assert sum(parts) == found.peak <= kept.peak
+    assert min(parts) >= 0
+    assert found.recomputed_seconds == kept.recomputed_seconds
+    assert found.waited_seconds == 0 <= found.offloaded <= sum(costs.sizes)
+
+    def waited(rate: float, is_beside: bool) -> float:
+        copies = CopyRate(rate, is_beside)
+        return simulate(plan, costs, offload=len(costs), copies=copies).waited_seconds
+
+    # each is copied out and back
+    assert waited(1e6, True) <= waited(1e6, False) <= 2 * found.offloaded / 1e6 + 1e-9
+    assert waited(1e6, True) <= waited(1e5, True)
+
+
+def test_what_segments_start_from_lies_on_the_host() -> None:
+    # segments start from states 1, 2 and 3; at the peak the copy of 3 is under way, 2 is back
+    size, plan = LEAST_OFFLOADED, Plan(((0,), (1,), (2,), (3,)))
+    costs = replace(uniform(4), sizes=(size,) * len(uniform(4).sizes))
+    kept, found = simulate(plan, costs), simulate(plan, costs, offload=4)
+    assert found.offloaded == 3 * size
+    assert kept.moment.kept - found.moment.kept == size
+    # the loss is no step of the model
+    assert simulate(plan, costs, offload=2).offloaded == size
+    # a step takes a second, a copy two: those out wait for the one before, those back for the last
+    slow = simulate(plan, costs, offload=4, copies=CopyRate(size / 2))
+    assert 0 < slow.waited_seconds < 2 * 3 * 2
 
 
 def test_a_steps_of_one_step_takes_what_its_step_takes() -> None:

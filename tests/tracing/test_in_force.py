@@ -195,9 +195,9 @@ def test_a_shallow_copy_says_that_it_runs_without_a_plan_until_there_is_one(
 ) -> None:
     scripts: list[int] = []
 
-    def conductor(known: Any, *hooks: Any) -> Conductor:
+    def conductor(known: Any, *hooks: Any, **host: Any) -> Conductor:
         scripts.append(len(known))
-        return Conductor(known, *hooks)
+        return Conductor(known, *hooks, **host)
 
     monkeypatch.setattr(planned_forward, "Conductor", conductor)
     model = zoo.checkpoint(Layers(), "cheap")

@@ -10,7 +10,7 @@ from zoo.errors import ArgumentError, shortened
 from zoo.invocation import Inputs, Invocation, check_loss, check_module, check_step
 from zoo.loss import Loss
 from zoo.planner.plan import Plan
-from zoo.policy.budget import Budget, Overhead, outputs_held
+from zoo.policy.budget import Budget, Offload, Overhead, outputs_held
 from zoo.policy.options import Checkpoint, StepSettings, option_for
 from zoo.profiling.optimizer_memory import OptimizerOption
 from zoo.profiling.progress import shown
@@ -37,6 +37,8 @@ def checkpoint(
     loss: Loss | None = None,
     accumulates: bool = False,
     holds_outputs: bool | None = None,
+    offload: bool = False,
+    host_budget: int | str | None = None,
 ) -> AnyModule:
     """Puts a `checkpoint=` option in force on any model and returns the same object.
 
@@ -69,6 +71,12 @@ def checkpoint(
     makes its targets of their size. Outputs that a variable holds in the backward, where the
     budget does not count them, are a warning. A model with a plan is pickled with what is given.
 
+    `offload` has what segments start from lie on the host until the backward: it is copied there
+    beside the kernels, and back ahead of the backward, without rounding; on the CPU the host is a
+    memory-mapped file. `host_budget` is the most that lies there, in bytes or as "8GiB". What has
+    no room there while a training runs, what something else holds on the device in any case, and
+    tensors of less than 64 KiB stay where they are.
+
     A plan serves inputs of the size that it was made for, smaller ones, which need no more memory,
     and those up to twice as large. For a budget in bytes there are more plans for these, each with
     how much larger tensors may get: where a forward makes larger ones than its plan has room for,
@@ -84,7 +92,8 @@ def checkpoint(
         ArgumentError: none of these options, no module, one without a forward of its own, a model
             that checkpoints itself; at that forward, more segments than blocks; for a budget or a
             plan, one that needs data of a real step.
-        BudgetError: at that forward, when no plan keeps to the budget, or the report's does not.
+        BudgetError: at that forward, when no plan keeps to the budget, or the report's does not;
+            when the plan copies more to the host than `host_budget`.
         PlanError: a malformed plan; one that does not fit raises at that forward, but for a
             report's, in whose place the model then goes block by block, with a warning.
     """
@@ -95,7 +104,8 @@ def checkpoint(
     settings = StepSettings(optimizer, loss, accumulates, outputs_held(holds_outputs, loss))
     has_settings = holds_outputs is not None or settings != StepSettings()
     step = settings.for_model(model) if has_settings else None
-    option = option_for(checkpoint, memory_budget, max_overhead, step)
+    to_host = Offload.of(offload, host_budget)
+    option = option_for(checkpoint, memory_budget, max_overhead, step, to_host)
     if hasattr(model, "_orig_mod"):
         raise ArgumentError(
             "this model is compiled; call zoo.checkpoint before torch.compile, or zoo.recompute in "

@@ -15,6 +15,7 @@ from zoo.invocation import Inputs, Invocation, check_step, title_of
 from zoo.loss import Loss, nothing_trained
 from zoo.policy.budget import (
     Budget,
+    Offload,
     Overhead,
     StepPlanner,
     check_gathered,
@@ -40,6 +41,8 @@ def plan(
     optimizer_in_backward: bool = False,
     accumulates: bool = False,
     holds_outputs: bool | None = None,
+    offload: bool = False,
+    host_budget: int | str | None = None,
 ) -> PlanReport:
     """Finds the plan of least time whose training step keeps to a budget in bytes.
 
@@ -76,6 +79,11 @@ def plan(
             backward is over, as in `outputs = model(x)`: True unless `loss` is given, which makes
             it `loss(model(x)).backward()`. False for the Trainer of transformers, which drops the
             logits: a sixteenth of a step of GPT-2.
+        offload: what segments start from lies on the host until the backward, as with
+            `zoo.checkpoint(model, offload=True)`, which a model that gets the report has, too. A
+            copy of 32 MiB is measured, and kernels are predicted to wait where copies take longer
+            than the kernels beside them, which run as fast as alone.
+        host_budget: the most bytes there; a plan that needs more is left out.
 
     Raises:
         ArgumentError: no module, one that reads numbers which only a real step has, a loss that
@@ -93,6 +101,7 @@ def plan(
         optimizer_in_backward=optimizer_in_backward,
         accumulates=accumulates,
         holds_outputs=outputs_held(holds_outputs, loss),
+        offload=Offload.of(offload, host_budget),
     )
     return planner.report(*bounds)
 
@@ -108,6 +117,8 @@ def frontier(
     optimizer_in_backward: bool = False,
     accumulates: bool = False,
     holds_outputs: bool | None = None,
+    offload: bool = False,
+    host_budget: int | str | None = None,
 ) -> Frontier:
     """Returns the best plans by rising peak and falling time, then the classic schemes.
 
@@ -125,6 +136,7 @@ def frontier(
         optimizer_in_backward=optimizer_in_backward,
         accumulates=accumulates,
         holds_outputs=outputs_held(holds_outputs, loss),
+        offload=Offload.of(offload, host_budget),
     ).frontier()
 
 

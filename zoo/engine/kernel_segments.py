@@ -47,6 +47,7 @@ from zoo._torch import (
     top_saved_tensors_hooks,
 )
 from zoo.engine.dispatch_keys import kernel_of
+from zoo.engine.host_memory import HostMemory, Offloading
 from zoo.engine.operands import External
 from zoo.engine.operator_effects import DETACH, EFFECTS, READ_NUMBER, is_counted
 from zoo.engine.recompute import HOOKS, is_packing, leave_hooks, records
@@ -172,16 +173,23 @@ class Conductor(Recorder):
         operators: those dispatched so far, if there is no branch.
         visits: as in `PlannedBranch`, if there is no branch.
         hooks: saved-tensor hooks of the forward: the engine's, or others that wrap them.
+        offloading: what segments start from and the host holds until the backward, if `host` does.
     """
 
     def __init__(
-        self, branches: Sequence[PlannedBranch], hooks: AbstractContextManager[object] = HOOKS
+        self,
+        branches: Sequence[PlannedBranch],
+        hooks: AbstractContextManager[object] = HOOKS,
+        host: HostMemory | None = None,
     ) -> None:
         super().__init__()
+        self.offloading = None if host is None else Offloading(host)
         self.hooks = hooks
         # outside of segments autograd saves as it does without hooks; but other hooks see all that
-        # it saves, and a backward has to the end those that were there when it began
-        self._pauses_hooks = hooks is HOOKS and not any(one.has_backward for one in branches)
+        # it saves, as what is offloaded does, and a backward has to the end those that were there
+        # when it began
+        has_backward = any(branch.has_backward for branch in branches)
+        self._pauses_hooks = hooks is HOOKS and host is None and not has_backward
         self.branches = branches
         self.branch = branches[0] if branches else None
         self.synchronized, self.lost = bool(branches), not branches
@@ -202,10 +210,13 @@ class Conductor(Recorder):
         self._kept = first if first is not None and first.keeps_all and first.visits else None
         # whether the forward runs without the mode; several paths only operators tell apart
         self._watches = self._kept is not None and (
-            bool(self._kept.arrivals)
+            host is None
+            and bool(self._kept.arrivals)
             and all(branch.operators is self._kept.operators for branch in branches)
         )
         self._modes = 0  # how many modes there were when the forward began
+        # external tensors that the operation whose kernel comes next has saved
+        self._saved_ahead: list[External] = []
         # the arguments of a switch that waits for the forward's own thread
         self._waiting: tuple[Path, bool] | None = None
 
@@ -238,6 +249,7 @@ class Conductor(Recorder):
             self._measure(out)
         if thread.conductor is self:
             self._sequence = sequence_number()
+            self._saved_ahead.clear()
         return out
 
     def before_write(self, tensor: Tensor) -> None:
@@ -289,6 +301,7 @@ class Conductor(Recorder):
             and branch.operators[index] is func
             and func is not READ_NUMBER
             and self._waiting is None
+            and self.offloading is None
         )
 
     def _measure(self, result: PyTree) -> None:
@@ -368,6 +381,11 @@ class Conductor(Recorder):
         if not self.synchronized:
             self._switch_segments(())
 
+    def note_saved(self, external: External) -> None:
+        """Notes what is saved before a kernel that may be the first of a segment, not after one."""
+        if self.offloading is not None and sequence_number() > self._sequence:
+            self._saved_ahead.append(external)
+
     def _switch_segments(self, path: Path, fresh: bool = False) -> None:
         """Closes and opens segments until those of a path are open; `fresh` reopens all of them.
 
@@ -385,7 +403,13 @@ class Conductor(Recorder):
             for handle in pending:
                 without_modes(handle.keep)
         for _ in self.path[shared:]:
-            self._close()
+            # a kept step may have saved what the segment before it reads
+            self._close(kept=() if path else self._saved_ahead)
+        if self.offloading is not None and not shared:
+            self.offloading.copy_out()
+            if path:
+                kept = (handle.external for handle in pending)
+                self.offloading.begin([*filter(None, kept), *self._saved_ahead])
         for _ in path[shared:]:
             thread.segment = Segment(thread.segment)
         if shared and thread.segment is not None:
@@ -404,14 +428,17 @@ class Conductor(Recorder):
         elif top_saved_tensors_hooks(False) is None and are_saved_tensors_hooks_enabled():
             self.hooks.__enter__()
 
-    def _close(self) -> None:
-        """Closes the innermost segment."""
+    def _close(self, kept: Sequence[External] = ()) -> None:
+        """Closes the innermost segment; `kept` is not offloaded for it."""
         segment = thread.segment
         assert segment is not None, "a path has a segment for each number"
         segment.end, thread.segment = segment.recording.count, segment.parent
         if segment.parent is None:
             read = [one for one in segment.recording.storages.externals if one.is_read]
             prune(segment)
+            if self.offloading is not None:
+                own = [one for one in read if all(one is not other for other in kept)]
+                self.offloading.add(segment, own)
             for external in read:
                 if (home := external.home()) is not None:
                     self._readers[id(home)].append(weakref.ref(external))
@@ -472,6 +499,8 @@ class Conductor(Recorder):
         while thread.segment is not None:
             self._close()
         thread.conductor = None
+        if self.offloading is not None:
+            self.offloading.copy_out()
 
 
 def conducts() -> bool:

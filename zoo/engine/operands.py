@@ -61,6 +61,13 @@ class SavedValue(Protocol):
         """Called before the storage of the tensor is written unrecorded."""
 
 
+class OffloadedMemory(Protocol):
+    """A storage that may lie on the host (`host_memory.OffloadedStorage`)."""
+
+    def before_read(self) -> None:
+        """Called before the storage is read."""
+
+
 @dataclass(slots=True)
 class SeparateVersion:
     """A tensor that shares a storage but no version counter, and its version after a kernel."""
@@ -256,7 +263,7 @@ class External:
 
     __slots__ = (
         "__weakref__", "copy", "earlier", "geometry", "has_history", "home", "is_read", "is_result",
-        "memory", "original", "parts", "sample", "tensor", "version", "wrapper",
+        "memory", "offloaded", "original", "parts", "sample", "tensor", "version", "wrapper",
     )  # fmt: skip
 
     def __init__(
@@ -281,6 +288,8 @@ class External:
         self.geometry: Geometry | None = None
         # while the recording is open, the memory that a kernel read
         self.memory: Tensor | None = None
+        # its storage, once that may lie on the host
+        self.offloaded: OffloadedMemory | None = None
         self.parts: Sequence[External] = ()  # of a sparse tensor
         # the check of the wrapper that it is a part of (`version_check_of`)
         self.wrapper: tuple[Tensor, int] | None = None if earlier is None else earlier.wrapper
@@ -361,6 +370,8 @@ class External:
         return tensor
 
     def _unchanged(self) -> Tensor:
+        if self.offloaded is not None:
+            self.offloaded.before_read()
         tensor = self.tensor
         if tensor._version != self.version:
             check_version(tensor, self.version)

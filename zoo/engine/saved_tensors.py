@@ -131,6 +131,8 @@ def pack(tensor: Tensor) -> Packed:
             segment.recording.storages.hold(reference)
         reference.has_history |= has_history
         reference.is_result |= is_result
+        if thread.conductor is not None:
+            thread.conductor.note_saved(reference)
         if SAVED and (references := SAVED.get(id(tensor))) is not None:
             references.append(weakref.ref(reference))
         return reference
@@ -352,6 +354,9 @@ def replay_for(handle: Handle) -> None:
 
 
 def _replay_segment(segment: Segment, request: Request) -> None:
+    if segment.offloading is not None:
+        offloading, number = segment.offloading
+        offloading.before_replay(number)
     inputs = segment.inputs or {}
     waiting = request.waiting(segment)
     needs = {part: request.inputs_of(part) for part in segment.inner() if part.inputs is None}

@@ -40,6 +40,13 @@ Unpack = Callable[[PyTree], Tensor]
 Scheduled = tuple[RecordedKernel, Sequence[Value]]
 
 
+class SegmentListener(Protocol):
+    """Brings storages back from the host (`host_memory.Offloading`)."""
+
+    def before_replay(self, segment: int) -> None:
+        """Called before a segment is replayed."""
+
+
 class Segment:
     """Recorded kernels whose results are not kept: a whole recording, or a range inside of one."""
 
@@ -59,6 +66,8 @@ class Segment:
         self.scheduled_for = -1
         # tensors that the replay of the enclosing segment made for this one, and their versions
         self.inputs: dict[Value, tuple[Tensor, int]] | None = None
+        # the storages that its forward has copied to the host, and the number of this segment there
+        self.offloading: tuple[SegmentListener, int] | None = None
         if parent is None:
             SEGMENTS.add(weakref.ref(self, _drop_segment))
         else:
@@ -339,6 +348,9 @@ class BlockListener(Protocol):
 
     def leave(self) -> None:
         """Called after a block of the model ran."""
+
+    def note_saved(self, external: External) -> None:
+        """Called when an external tensor is saved."""
 
 
 class Thread(threading.local):

@@ -20,6 +20,8 @@ from typing import NamedTuple
 from zoo.planner.plan import Item, Plan, indices
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
+# storages of fewer bytes are not offloaded: that saves nothing that the calls for it are worth
+LEAST_OFFLOADED = 1 << 16
 # a segment keeps random numbers of at most so many bytes, in place of drawing them again
 NOISE = 1 << 12
 
@@ -160,18 +162,41 @@ class Simulation:
     recomputed_seconds: float
     backward_peaks: tuple[int, ...]  # the peak in the backward of each item
     moment: Moment  # the first tick at the peak
+    offloaded: int = 0  # bytes that are copied to the host until the backward
+    waited_seconds: float = 0.0  # in which kernels wait for copies
 
 
-def simulate(plan: Plan, costs: StepCosts) -> Simulation:
+class CopyRate(NamedTuple):
+    """Bytes per second between device and host, and whether copies pass beside the kernels."""
+
+    bytes_per_second: float = math.inf
+    is_beside: bool = True
+
+
+AT_ONCE = CopyRate()
+
+
+def simulate(
+    plan: Plan, costs: StepCosts, *, offload: int = 0, copies: CopyRate = AT_ONCE
+) -> Simulation:
     """Computes the costs of a plan, without running it.
+
+    In the forward of the first `offload` steps, those of the model, what segments start from is
+    copied to the host until the backward reaches them, as `engine.host_memory` has it: the copy of
+    one storage is under way when that of the next begins, and what a segment needs is copied back
+    as the one behind it is recomputed. Where copies take longer than the kernels beside them, these
+    wait.
 
     Raises:
         PlanError: the plan is for another number of steps.
     """
     plan.check(len(costs))
     clock = _Clock(costs)
+    clock.offloading = _Offloading(clock, offload, copies) if offload else None
     clock.run(plan)
     clock.hold_forward_only(len(costs))
+    if clock.offloading is not None:
+        clock.offloading.copy_out(len(costs))
     for casts in costs.casts:
         clock.release(casts)
     earlier_casts = _earlier_casts(plan, costs)
@@ -181,6 +206,8 @@ def simulate(plan: Plan, costs: StepCosts) -> Simulation:
     clock.hold(costs.returned)
     for item, casts in zip(reversed(plan), reversed(earlier_casts), strict=True):
         # here no recomputed tensor is held
+        if clock.offloading is not None and isinstance(item, tuple):
+            clock.offloading.come_back(item)
         clock.forward_bytes, clock.peak = clock.held_bytes, 0
         clock.give_away(item)
         clock.backward(item)
@@ -191,7 +218,11 @@ def simulate(plan: Plan, costs: StepCosts) -> Simulation:
     peak, moment = max(peaks, key=operator.itemgetter(0))
     backward_peaks = tuple(backward_peak for backward_peak, _ in reversed(peaks[1:]))
     # an exact sum: plans that repeat equal steps in another order take equal time
-    return Simulation(peak, clock.flops, math.fsum(clock.seconds), backward_peaks, moment)
+    seconds = math.fsum(clock.seconds)
+    if clock.offloading is None:
+        return Simulation(peak, clock.flops, seconds, backward_peaks, moment)
+    on_host, waited = clock.offloading.bytes, clock.offloading.waited
+    return Simulation(peak, clock.flops, seconds, backward_peaks, moment, on_host, waited)
 
 
 def least_possible(costs: StepCosts) -> int:
@@ -242,6 +273,7 @@ class _Clock:
         self.given_away: frozenset[int] = frozenset()  # outputs that a recomputation allocates anew
         self.seconds: list[float] = []
         self.recomputations: dict[int, _Recomputation] = {}  # by the ids of segments
+        self.offloading: _Offloading | None = None
 
     def run(self, plan: Plan) -> None:
         """Runs the forward."""
@@ -252,8 +284,11 @@ class _Clock:
                 self.hold(self.inputs(item))
             for step in steps:
                 self.hold_forward_only(step)
+                if self.offloading is not None and step == steps[0]:
+                    self.offloading.copy_out(step)
                 work = costs.forward[step] - self.held_casts(step)
                 self.tick(FORWARD, step, self.extra(costs.live[step]), work, None)
+                self.pass_time(costs.seconds[step])
                 if costs.casts:
                     self.hold(costs.casts[step])
             if isinstance(item, int):
@@ -261,6 +296,8 @@ class _Clock:
             else:
                 self.held_bytes += self.copies(item)
                 self.hold(self.kept_by(item))
+                if self.offloading is not None:
+                    self.offloading.add(item)
 
     def backward(self, item: Item, *, is_inner: bool = False) -> None:
         """Runs the backward of an item; that of a segment recomputes it first.
@@ -271,6 +308,7 @@ class _Clock:
         costs = self.costs
         if isinstance(item, int):
             self.tick(BACKWARD, item, 0, self.backward_work(item), item + 1)
+            self.pass_time(costs.seconds_backward[item])
             self.release(costs.saved[item])
             return
         self.recompute(item)
@@ -311,8 +349,14 @@ class _Clock:
                 self.tick(RECOMPUTE, step, self.extra(recomputation.needed[step]), work, end)
                 self.flops += flops
                 self.seconds.append(seconds)
+                self.pass_time(seconds)
             if isinstance(inner, int):
                 self.hold(costs.saved[inner])
+
+    def pass_time(self, seconds: float) -> None:
+        """Lets kernels run, and copies beside them."""
+        if self.offloading is not None:
+            self.offloading.now += seconds
 
     def recomputed_at(self, steps: Sequence[int]) -> int:
         """Returns the state of the largest gradient that may exist when a segment is recomputed.
@@ -444,3 +488,70 @@ class _Clock:
             self.holders[storage] -= 1
             if not self.holders[storage]:
                 self.held_bytes -= self.costs.sizes[storage]
+
+
+class _Offloading:
+    """Storages on the host: those that nothing holds but segments, which start from them."""
+
+    def __init__(self, clock: _Clock, steps: int, copies: CopyRate) -> None:
+        self.clock, self.steps, self.copies = clock, steps, copies
+        self.bytes = 0
+        # the time of the kernels, for how long they have waited, and when the copies end
+        self.now = self.waited = self.copied = 0.0
+        self.ends: dict[int, float] = {}
+        # how many segments hold a storage, and the first step of the last of these
+        self.segments: dict[int, int] = {}
+        self.last_reader: dict[int, int] = {}
+        # the storage whose copy is under way, and those without memory on the device
+        self.leaving: int | None = None
+        self.away: set[int] = set()
+
+    def add(self, item: tuple[Item, ...]) -> None:
+        """Adds a segment whose forward is over."""
+        for storage in self.clock.inputs(item) | self.clock.kept_by(item):
+            if self.clock.costs.sizes[storage] >= LEAST_OFFLOADED:
+                self.segments[storage] = self.segments.get(storage, 0) + 1
+                self.last_reader[storage] = next(indices(item))
+
+    def copy_out(self, step: int) -> None:
+        """Copies out what only segments hold when a step of the model begins, or the model ends."""
+        costs = self.clock.costs
+        needed = costs.live[step] | costs.returned
+        for storage, count in [*self.segments.items()] if step <= self.steps else ():
+            if self.clock.holders[storage] == count and storage not in needed:
+                del self.segments[storage]
+                self.bytes += costs.sizes[storage]
+                if self.leaving is not None:
+                    self.wait(self.leaving)
+                    self.away.add(self.leaving)
+                    self.clock.held_bytes -= costs.sizes[self.leaving]
+                self.leaving = storage
+                self.copy(storage)
+
+    def come_back(self, item: tuple[Item, ...]) -> None:
+        """Copies back what a segment needs, and what the one before it does."""
+        own = next(indices(item))
+        leaving = [] if self.leaving is None else [self.leaving]
+        readers = [self.last_reader[storage] for storage in (*self.away, *leaving)]
+        first = max((reader for reader in readers if reader < own), default=own)
+        for storage in sorted(self.away, key=self.last_reader.__getitem__, reverse=True):
+            if self.last_reader[storage] >= first:
+                self.away.remove(storage)
+                self.clock.held_bytes += self.clock.costs.sizes[storage]
+                self.copy(storage)
+        for storage in self.clock.inputs(item) | self.clock.kept_by(item):
+            if storage in self.ends:
+                self.wait(storage)
+
+    def copy(self, storage: int) -> None:
+        """Begins a copy after those before it."""
+        start = max(self.now, self.copied)
+        size = self.clock.costs.sizes[storage]
+        self.copied = self.ends[storage] = start + size / self.copies.bytes_per_second
+        if not self.copies.is_beside:
+            self.wait(storage)
+
+    def wait(self, storage: int) -> None:
+        """Has kernels wait for a copy."""
+        self.waited += max(0.0, self.ends[storage] - self.now)
+        self.now = max(self.now, self.ends[storage])

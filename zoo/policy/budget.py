@@ -17,7 +17,7 @@ it, and so do the workspaces of cuBLAS, so that a budget limits `torch.cuda.max_
 import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from operator import attrgetter
@@ -27,11 +27,19 @@ import torch
 from torch import Tensor, nn
 
 from zoo.engine.devices import counts_memory, free_bytes, name_of, splits_all_blocks
+from zoo.engine.host_memory import copy_rate
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, BudgetError, Interrupted, needed, shortened
 from zoo.invocation import device_of, title_of
 from zoo.planner import schemes
-from zoo.planner.costs import Simulation, StepCosts, least_possible, simulate
+from zoo.planner.costs import (
+    AT_ONCE,
+    CopyRate,
+    Simulation,
+    StepCosts,
+    least_possible,
+    simulate,
+)
 from zoo.planner.least_memory import least_memory
 from zoo.planner.plan import Item, Plan, RoomyPlan, falling, thinned
 from zoo.policy.plan_report import FixedBytes, Frontier, PeakBytes, PlanReport, Point
@@ -66,12 +74,59 @@ BUDGETS = (
 )
 
 
+@dataclass(frozen=True)
+class Offload:
+    """Whether what segments start from lies on the host until the backward.
+
+    `host_budget`: the most bytes there; None for as many as that takes.
+    """
+
+    is_on: bool = False
+    host_budget: int | None = None
+
+    @classmethod
+    def of(cls, offload: bool, host_budget: int | str | None) -> "Offload":
+        """Reads the options of a user.
+
+        Raises:
+            ArgumentError: a budget without offloading, or in a wrong form.
+        """
+        if host_budget is None:
+            return cls(bool(offload))
+        if not offload:
+            raise ArgumentError(
+                f"host_budget={shortened(host_budget)} limits what offload=True copies to the "
+                "host; pass both, or leave it out"
+            )
+        return cls(True, parse_bytes(host_budget, "host_budget"))
+
+    def allows(self, needed: int) -> bool:
+        """Returns whether the host may hold so many bytes."""
+        return self.host_budget is None or needed <= self.host_budget
+
+    def check(self, needed: int, title: str) -> None:
+        """Raises BudgetError if a plan copies more to the host than the budget allows."""
+        if self.host_budget is not None and not self.allows(needed):
+            raise BudgetError(
+                f"offloading {title} needs {exact_bytes(needed)} of host memory; host_budget is "
+                f"{exact_bytes(self.host_budget)}. Raise it to {at_least(needed)!r}, lower the "
+                "batch size, or leave offload= out",
+                self.host_budget,
+                needed,
+            )
+
+
+NO_OFFLOAD = Offload()
+
+
 @dataclass(frozen=True, eq=False)
 class StepPlanner:
     """Plans one traced training step: its costs, its best plans, the plan for a budget.
 
     The options are those of `zoo.plan`. `counted_optimizer` has the bytes of the optimizer and
-    `kernels` the costs of each different kernel, if they are known.
+    `kernels` the costs of each different kernel, if they are known. With `offload` a plan is the
+    best of those that are the best without, of the schemes and of equal numbers of blocks: by what
+    they take on the device when the host holds what their segments start from.
     """
 
     model: nn.Module
@@ -84,6 +139,7 @@ class StepPlanner:
     holds_outputs: bool = True
     counted_optimizer: OptimizerBytes | None = None
     kernels: Sequence[KernelCosts | None] = ()
+    offload: Offload = NO_OFFLOAD
 
     def __post_init__(self) -> None:
         """Refuses options that exclude each other."""
@@ -223,6 +279,8 @@ class StepPlanner:
         still, plans = self.fixed.beside_activations - self.fixed.inputs, list[RoomyPlan]()
         for point in reversed(self.points):
             room = (budget - still) / (point.peak - still)
+            if self.offload.host_budget is not None and point.offloaded:
+                room = min(room, self.offload.host_budget / point.offloaded)
             if room >= (plans[-1].room * ROOMIER if plans else 1):
                 plans.append(RoomyPlan(self.of_model(point).plan, room))
         return plans
@@ -259,7 +317,8 @@ class StepPlanner:
         best = self.points if best is None else best
         steps = self.costs.blocks, self.outline.whole, lambda: self.costs
         classic = {name: schemes.named(name, *steps) for name in schemes.NAMES}
-        others = (self._point(_loss_kept(plan, self.steps), name) for name, plan in classic.items())
+        named = (self._point(_loss_kept(plan, self.steps), name) for name, plan in classic.items())
+        others = (point for point in named if self.offload.allows(point.offloaded))
         during = self._resident + least_possible(self.costs_with_gradients)
         return Frontier(
             tuple(map(self.of_model, (*best, *others))),
@@ -311,8 +370,35 @@ class StepPlanner:
     def _best(self, simulated: Sequence[Any]) -> list[Point]:
         results = dict(simulated)
         plans = dict.fromkeys(_loss_kept(plan, self.steps) for plan in results)
+        if self.offload.is_on:
+            results = {}
+            plans |= dict.fromkeys(_loss_kept(plan, self.steps) for plan in self._flat_plans())
         points = [self._point(plan, result=results.get(plan)) for plan in plans]
+        points = [point for point in points if self.offload.allows(point.offloaded)]
         return falling(points, attrgetter("time_ratio", "peak"), attrgetter("peak"))[::-1]
+
+    def _flat_plans(self) -> Iterator[Plan]:
+        """Yields plans whose segments do not nest, which offload the most."""
+        blocks = self.costs.blocks
+        for name in schemes.NAMES:
+            yield schemes.named(name, blocks, self.outline.whole, lambda: self.costs)
+        for count in range(2, len(set(blocks)) + 1):
+            yield schemes.segments(blocks, count)
+
+    def simulate(self, plan: Plan, costs: StepCosts) -> Simulation:
+        """Computes the costs of a plan, with what the host holds."""
+        if not self.offload.is_on:
+            return simulate(plan, costs)
+        return simulate(plan, costs, offload=self.steps, copies=self.copies)
+
+    @functools.cached_property
+    def copies(self) -> CopyRate:
+        """How fast copies to the host are: measured where kernels are, else by peak rates."""
+        if self.rated is not None:
+            return CopyRate(self.rated.to_host, self.rated.kind != "cpu")
+        if not self.kernels:
+            return AT_ONCE
+        return CopyRate(copy_rate(self.model_device), self.model_device.type != "cpu")
 
     @functools.cached_property
     def trades(self) -> list[Point]:
@@ -343,7 +429,8 @@ class StepPlanner:
         return self._point(_loss_kept(least_memory(self.costs_with_gradients), self.steps))
 
     def _point(self, plan: Plan, name: str = "optimal", result: Simulation | None = None) -> Point:
-        result, draws = result or simulate(plan, self.costs_with_gradients), sum(self.costs.draws)
+        result = result or self.simulate(plan, self.costs_with_gradients)
+        draws = sum(self.costs.draws)
         # random states that segments keep, and one that a replay restores: the same for all plans,
         # as if each kernel that draws had its own segment
         streams = KEPT_STREAM * draws + STREAM if draws and plan.depth() else 0
@@ -353,15 +440,16 @@ class StepPlanner:
         numbers = max(NUMBERS, 2 * self.rounding(1))
         return Point(
             max(during, self._optimizer_peak) + numbers,
-            1 + result.recomputed_seconds / seconds,
+            1 + (result.recomputed_seconds + result.waited_seconds) / seconds,
             plan,
             name,
             result.recomputed_flops / (sum(self.costs.flops) or 1),
+            result.offloaded,
         )
 
     def describe(self, point: Point, budget: int | None) -> PlanReport:
         """Returns the report of a point that was chosen for a budget in bytes, or for a time."""
-        result = simulate(point.plan, self.costs)
+        result = self.simulate(point.plan, self.costs)
         return PlanReport(
             plan=self.of_model(point).plan,
             predicted_peak=point.peak,
@@ -383,6 +471,7 @@ class StepPlanner:
             optimizer=self.optimizer_bytes.name,
             accumulates=self.accumulates,
             holds_outputs=self.holds_outputs,
+            offloaded=point.offloaded,
         )
 
     def of_model(self, point: Point) -> Point:
@@ -392,7 +481,7 @@ class StepPlanner:
 
     def at_peak(self, point: Point) -> PeakBytes:
         """Splits the bytes of a plan's peak into categories."""
-        fixed, result = self.fixed, simulate(point.plan, self.costs_with_gradients)
+        fixed, result = self.fixed, self.simulate(point.plan, self.costs_with_gradients)
         kept = recomputed = between = 0
         if self._optimizer_peak > self._resident + result.peak:
             phase, gradients, work = "step of the optimizer", fixed.gradients, fixed.scratch

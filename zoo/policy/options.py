@@ -26,11 +26,19 @@ from zoo.loss import Loss
 from zoo.optimizer.in_backward import attached_to
 from zoo.optimizer.independence import optimizer_like
 from zoo.planner import schemes
-from zoo.planner.costs import simulate
+from zoo.planner.costs import LEAST_OFFLOADED, simulate
 from zoo.planner.json_reader import read_file
 from zoo.planner.least_memory import least_memory
 from zoo.planner.plan import Plan, RoomyPlan
-from zoo.policy.budget import Budget, Overhead, StepPlanner, check_gathered, parse_bounds
+from zoo.policy.budget import (
+    NO_OFFLOAD,
+    Budget,
+    Offload,
+    Overhead,
+    StepPlanner,
+    check_gathered,
+    parse_bounds,
+)
 from zoo.policy.plan_report import PlanReport
 from zoo.profiling.kernel_costs import is_of_kind
 from zoo.profiling.optimizer_memory import (
@@ -154,6 +162,7 @@ def option_for(
     memory_budget: Budget | None,
     max_overhead: Overhead | None,
     step: StepSettings | None = None,
+    offload: Offload = NO_OFFLOAD,
 ) -> "Option | None":
     """Returns an option of `zoo.checkpoint`; None for False. `step` is what a budget counts.
 
@@ -161,6 +170,24 @@ def option_for(
         ArgumentError: no such option, or a budget or a step beside another option.
         PlanError: a malformed plan.
     """
+    option = _option_for(checkpoint, memory_budget, max_overhead, step)
+    if option is not None and option.report is not None and option.report.offloaded:
+        # otherwise it would break the budget that it was made for
+        offload = replace(offload, is_on=True)
+    if offload.is_on and option is None:
+        raise ArgumentError(
+            "offload=True copies what segments start from to the host, and checkpoint=False has "
+            "none; take checkpoint=True, another option or a budget, or leave offload= out"
+        )
+    return option and replace(option, offload=offload)
+
+
+def _option_for(
+    checkpoint: Checkpoint,
+    memory_budget: Budget | None,
+    max_overhead: Overhead | None,
+    step: StepSettings | None,
+) -> "Option | None":
     checkpoint = parse_checkpoint(checkpoint)
     bounded = memory_budget is not None or max_overhead is not None
     report = checkpoint if isinstance(checkpoint, PlanReport) else None
@@ -204,6 +231,7 @@ class Option:
         max_overhead: of "auto", as a share of the baseline's time.
         report: the report that a given plan comes from; None without one.
         step: what a budget counts beside the model.
+        offload: whether what segments start from lies on the host.
     """
 
     checkpoint: Any
@@ -211,6 +239,7 @@ class Option:
     max_overhead: float | None = None
     report: PlanReport | None = None
     step: StepSettings = StepSettings()
+    offload: Offload = NO_OFFLOAD
 
     @property
     def plan(self) -> Plan | None:
@@ -264,8 +293,14 @@ class Option:
             return plans
         (chosen,) = plans
         still = report.fixed.beside_activations - report.fixed.inputs
-        planner = replace(planner, outline=planner.outline.without_loss(), holds_outputs=False)
-        peak = simulate(chosen.plan, _with_optimizer_in_backward(planner).costs_with_gradients).peak
+        planner = replace(
+            planner,
+            outline=planner.outline.without_loss(),
+            holds_outputs=False,
+            offload=self.offload,
+        )
+        costs = _with_optimizer_in_backward(planner).costs_with_gradients
+        peak = planner.simulate(chosen.plan, costs).peak
         grows = sum(tensor.nbytes for tensor in planner.inputs) + peak
         if still + grows > report.budget:
             raise BudgetError(
@@ -283,9 +318,25 @@ class Option:
     ) -> Sequence[RoomyPlan]:
         if self.checkpoint != "auto":
             planner = replace(planner, outline=planner.outline.without_loss())
+        planner = replace(planner, offload=self.offload)
         plans = self._unchecked_plans(planner, runs_kernels, has_run)
         plans[0].plan.check(planner.steps)
+        if self.offload.is_on:
+            self._check_offload(plans[0].plan, planner, has_run)
         return plans
+
+    def _check_offload(self, plan: Plan, planner: StepPlanner, has_run: bool) -> None:
+        """Refuses a plan that needs more host memory than the budget; warns if it needs none."""
+        steps = range(planner.steps, len(planner.costs))
+        offloaded = planner.simulate(Plan([*plan, *steps]), planner.costs).offloaded
+        if not has_run:
+            self.offload.check(offloaded, planner.title)
+        if not offloaded:
+            what = (
+                "offload=True copies nothing of %s to the host: its plan has no two segments of "
+                "which the first starts from %s or more that nothing else holds"
+            )
+            _log.warning(what, type(planner.model).__name__, format_bytes(LEAST_OFFLOADED))
 
     def _unchecked_plans(
         self, planner: StepPlanner, runs_kernels: bool, has_run: bool
@@ -299,7 +350,7 @@ class Option:
         if option is True or option == "auto":
             parameters = [(name, p.shape, p.dtype) for name, p in model.named_parameters()]
             spec = InputSpec.of(Invocation(tuple(planner.inputs)), model)
-            bounds = option, self.memory_budget, self.max_overhead, self.step.names
+            bounds = option, self.memory_budget, self.max_overhead, self.step.names, self.offload
             request = repr((outline.names, outline.blocks, parameters, spec, bounds))
             if option == "auto":
                 return _first_decided(request, lambda: self._within_budget(planner, has_run))
@@ -420,7 +471,7 @@ def _warn_of_no_saving(option: Any, plan: Plan, planner: StepPlanner) -> None:
         return
     costs = planner.costs_with_gradients
     plain = simulate(Plan.keep_all(len(costs)), costs).peak
-    peak = simulate(plan, costs).peak
+    peak = planner.simulate(plan, costs).peak
     if plain and peak >= plain:
         logged.add(repr(option))
         hint = (

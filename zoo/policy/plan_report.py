@@ -158,6 +158,8 @@ class PlanReport:
         optimizer: the class of the optimizer that is counted; "" for none.
         accumulates: whether gradients of earlier backwards are counted.
         holds_outputs: whether what the model returns is counted until the backward is over.
+        offloaded: bytes that the host holds until the backward, beside all others; with any, a
+            model that gets this report is offloaded.
         format: how the steps are numbered: those of `FORMAT` are ranges of the forward's kernels.
     """
 
@@ -181,6 +183,7 @@ class PlanReport:
     optimizer: str = ""
     accumulates: bool = False
     holds_outputs: bool = True
+    offloaded: int = 0
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -225,6 +228,7 @@ class PlanReport:
         predicted = [
             *((name, format_bytes(size), self._of_baseline(size)) for name, size in peaks.items()),
             ("activations", format_bytes(self.predicted_activations), ""),
+            *([("on the host", format_bytes(self.offloaded), "")] if self.offloaded else []),
             ("time of forward and backward", "", f"×{self.predicted_time_ratio:.2f}"),
             ("operations of the forward recomputed", "", f"{self._recomputed():.1%}"),
         ]
@@ -301,7 +305,7 @@ class Point:
     """A plan on the frontier, or a scheme: peak of a training step in bytes, time ratio.
 
     `recomputed_share` is a share of the forward's floating-point operations; above 1 if steps are
-    recomputed more than once.
+    recomputed more than once. `offloaded`: bytes that the host holds until the backward.
     """
 
     peak: int
@@ -309,6 +313,7 @@ class Point:
     plan: Plan
     name: str = OPTIMAL
     recomputed_share: float = 0.0
+    offloaded: int = 0
 
 
 @dataclass(frozen=True)
@@ -367,6 +372,7 @@ class Frontier(Sequence[Point]):
         best = self.optimal
         shown = [*thinned(best, points), *self.schemes, self.baseline]
         columns = ("plan", "step peak", "of the baseline", "time", "operations recomputed")
+        host = ("on the host",) if any(point.offloaded for point in shown) else ()
         rows = [
             (
                 point.name,
@@ -374,13 +380,14 @@ class Frontier(Sequence[Point]):
                 f"×{self._of_baseline(point):.2f}",
                 f"×{point.time_ratio:.2f}",
                 f"{point.recomputed_share:.1%}",
+                *(format_bytes(point.offloaded) for _ in host),
             )
             for point in sorted(shown, key=lambda point: point.peak)
         ]
         left_out = f", {points} of them shown" if len(best) > points else ""
         return (
             f"{self.title}, one training step: {plural(len(best), 'best plan')}{left_out}\n\n"
-            f"{markdown_table(columns, rows)}\n\n"
+            f"{markdown_table((*columns, *host), rows)}\n\n"
             f"no plan goes below {format_bytes(self.lower_bound)}"
             f"{'' if self.kernels_measured else f'; {estimated_for(self.device)}'}"
         )

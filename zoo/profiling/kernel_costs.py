@@ -68,6 +68,8 @@ class Device:
     start: float = 5e-6  # seconds of an eager program between two kernels
     kind: str = "cuda"
     workspace: int = CUBLAS_WORKSPACE  # bytes that a thread's handle of cuBLAS holds
+    # bytes per second of a copy to the host, or from it: by 16 lanes of PCI Express 4
+    to_host: float = 25e9
 
     def seconds(self, flops: int, moved: int, dtype: torch.dtype) -> float:
         """Estimates the seconds of a kernel from its operations and the bytes that it moves."""
@@ -76,15 +78,15 @@ class Device:
 
 
 DEVICES: dict[str, Device] = {
-    "h200": Device({8: 67e12, 4: 494e12, 2: 989e12}, 4.8e12, workspace=32 << 20),
-    "h100": Device({8: 67e12, 4: 494e12, 2: 989e12}, 3.35e12, workspace=32 << 20),
+    "h200": Device({8: 67e12, 4: 494e12, 2: 989e12}, 4.8e12, workspace=32 << 20, to_host=55e9),
+    "h100": Device({8: 67e12, 4: 494e12, 2: 989e12}, 3.35e12, workspace=32 << 20, to_host=55e9),
     "a100": Device({8: 19.5e12, 4: 156e12, 2: 312e12}, 2.039e12),
     "rtx-4090": Device({8: 1.29e12, 4: 82.6e12, 2: 165.2e12}, 1.008e12),
     "l4": Device({8: 0.47e12, 4: 60e12, 2: 121e12}, 0.3e12),
-    "t4": Device({8: 0.25e12, 4: 8.1e12, 2: 65e12}, 0.32e12),
-    "v100": Device({8: 7.8e12, 4: 15.7e12, 2: 125e12}, 0.9e12),
+    "t4": Device({8: 0.25e12, 4: 8.1e12, 2: 65e12}, 0.32e12, to_host=12e9),
+    "v100": Device({8: 7.8e12, 4: 15.7e12, 2: 125e12}, 0.9e12, to_host=12e9),
     # a small machine: two cores with AVX2 and one memory channel
-    "small-cpu": Device({8: 5e10, 4: 1e11, 2: 1e11}, 1.5e10, kind="cpu", workspace=0),
+    "small-cpu": Device({8: 5e10, 4: 1e11, 2: 1e11}, 1.5e10, kind="cpu", workspace=0, to_host=7e9),
 }
 
 

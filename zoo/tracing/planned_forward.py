@@ -44,6 +44,7 @@ from zoo._torch import (
     is_profiling,
     sequence_number,
 )
+from zoo.engine.host_memory import HostMemory
 from zoo.engine.kernel_segments import (
     Conductor,
     PlannedBranch,
@@ -201,6 +202,9 @@ class PatchedForward(Patch):
                 "blocks that a plan shall recompute uncompiled",
             )
         self.cache = PlanCache()
+        offload = option.offload
+        # a copy or a pickle has host memory of its own
+        self.host = HostMemory(offload.host_budget) if offload.is_on else None
         self.latest: PlannedBranch | None = None
         self.keeps_trace = False
         self.traced: TracedForward | None = None
@@ -300,7 +304,7 @@ class PatchedForward(Patch):
             module = self.module()
             if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
                 # block by block: this forward gives lazy parameters their sizes
-                return Conductor([]).run(lambda: invocation.on(forward))
+                return Conductor([], host=self.host).run(lambda: invocation.on(forward))
         if self._is_to_be_planned(kind, spec):
             if kind.last_forward is not None:
                 self._plan_last_forward(spec, kind)
@@ -315,7 +319,7 @@ class PatchedForward(Patch):
                 "a plan: run a training step of the model itself before, or take a memory budget",
             )
         branches = kind.branches[::-1]
-        conductor = Conductor(branches)
+        conductor = Conductor(branches, host=self.host)
         outputs = conductor.run(lambda: invocation.on(forward))
         kind.took_no_branch = conductor.lost or conductor.outgrown
         if conductor.outgrown:
@@ -429,7 +433,9 @@ class PatchedForward(Patch):
         if can_be_real and any(map(is_spread, self.module().parameters())):
             # spread parameters cannot be traced ahead
             return False
-        is_first = self.option.binds_first_step or self.option.is_count
+        option = self.option
+        # a step that only fits with offloading must not run without it
+        is_first = option.binds_first_step or option.is_count or option.offload.is_on
         return is_first or isinstance(self.module(), Model)
 
     def _trace(self, invocation: Invocation, spec: InputSpec, kind: InputKind) -> PyTree:
@@ -450,7 +456,8 @@ class PatchedForward(Patch):
                     "steps may take so much more than the budget",
                 )
         except (ArgumentError, BudgetError, PlanError) as error:
-            is_refused = self.option.binds_first_step or isinstance(error, SegmentsError)
+            refusals = SegmentsError, BudgetError
+            is_refused = self.option.binds_first_step or isinstance(error, refusals)
             if not self.has_run and is_refused and not self._is_of_another_path(error):
                 raise
             self._go_by_blocks(kind, error)

@@ -1,0 +1,434 @@
+"""Offloading is exact in every order of an accelerator's streams, and gives back what it takes.
+
+pytest tests/engine/test_host_memory.py                   the CPU: a memory-mapped file
+pytest --device soft tests/engine/test_host_memory.py     streams that are asynchronous
+"""
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from tests.accelerator import software
+from tests.training import assert_same, elsewhere, frozen, gradients, outcome, plain
+from zoo.engine import devices, host_memory
+from zoo.engine.host_memory import HostMemory, OffloadedStorage
+from zoo.errors import ArgumentError, BudgetError
+from zoo.tracing.planned_forward import patched_forward
+
+DEVICE = torch.get_default_device()
+STATE = 64 << 10
+HAS_STREAMS, IS_SOFTWARE = DEVICE.type != "cpu", DEVICE.type == software.NAME
+pytestmark = pytest.mark.usefixtures("without_fork")
+ORDERS = ["late-0", "early-0", *(f"random-{seed}" for seed in range(6))]
+
+
+def set_order(order: str) -> None:
+    name, _, seed = order.partition("-")
+    if IS_SOFTWARE:
+        torch.get_device_module(DEVICE).set_order(name, int(seed or 0))
+
+
+@pytest.fixture(autouse=True)
+def _late() -> Iterator[None]:
+    set_order("late")
+    yield
+    set_order("synchronous")
+
+
+class Block(nn.Module):
+    """Writes in place, draws, and has statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(128), nn.Linear(128, 128)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(torch.relu_(self.linear(self.norm(x))).sin())
+
+
+def nothing(number: int, x: Tensor) -> None:
+    """Does nothing with a state."""
+
+
+class Net(nn.Module):
+    """Blocks of states of 64 KiB; `hook` gets each state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.hook: Callable[[int, Tensor], Any] = nothing
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            self.hook(number, x)
+        return x
+
+
+def batch() -> Tensor:
+    return torch.randn(128, 128) * torch.logspace(-2, 2, 128)
+
+
+def net(option: Any = "blocks", **options: Any) -> Net:
+    torch.manual_seed(1)
+    return zoo.checkpoint(Net(), option, offload=option is not False, **options)
+
+
+def host_of(model: nn.Module) -> HostMemory:
+    host = getattr(patched_forward(model), "host", None)
+    assert isinstance(host, HostMemory)
+    return host
+
+
+def held(model: nn.Module) -> int:
+    """Returns the bytes on the host, once what was given back is taken back."""
+    host = host_of(model)
+    for transfers in host._of_devices.values():
+        transfers._take_back()
+    return host.offloaded
+
+
+Step = Callable[[Net], Any]
+
+
+def trained(model: Net, step: Step, steps: int = 3) -> Any:
+    """Returns what steps of a model leave."""
+
+    def program(_: Any) -> Any:
+        left = [[step(model), gradients(model)] for _ in range(steps)]
+        return left, [*model.named_buffers()]
+
+    return outcome(program, plain)
+
+
+def assert_exact_by(step: Step, option: Any = "blocks", **options: Any) -> Net:
+    """Asserts that steps leave the same bits with offloading as without a plan; returns the model.
+
+    In the end nothing is left on the host.
+    """
+    model = net(option, **options)
+    assert_same(trained(model, step), trained(net(False), step))
+    assert host_of(model).peak >= STATE
+    assert held(model) == 0
+    return model
+
+
+def usual(model: Net) -> Any:
+    y = model(batch().requires_grad_())
+    y.square().mean().backward()
+    return y
+
+
+@pytest.mark.parametrize("order", ORDERS if IS_SOFTWARE else ORDERS[:1])
+@pytest.mark.parametrize("option", ["blocks", True, 4, "nested"])
+def test_a_training_leaves_the_same_bits_in_every_order(option: Any, order: str) -> None:
+    set_order(order)
+    if option == "nested":
+        last = len(zoo.chain_of(Net(), batch()).names) - 1
+        third = last // 3
+        inner = tuple(range(third, 2 * third))
+        option = ((*range(third), inner), tuple(range(2 * third, last)), last)
+    # a batch that the program drops is offloaded, too
+    assert_exact_by(usual, option)
+
+
+def test_all_are_on_their_way_back_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    away, before_read = [], OffloadedStorage.before_read
+
+    def noted(self: OffloadedStorage) -> None:
+        away.append(self.is_away)
+        before_read(self)
+
+    monkeypatch.setattr(OffloadedStorage, "before_read", noted)
+    usual(net())
+    assert away
+    assert not any(away)
+
+
+def test_slabs_are_allocated_once() -> None:
+    model = net()
+    usual(model)
+    usual(model)
+    allocated, peak = host_of(model).allocated, host_of(model).peak
+    usual(model)
+    assert (host_of(model).allocated, host_of(model).peak) == (allocated, peak)
+
+
+def test_a_storage_in_several_slabs_comes_back_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "SLAB", 3 * STATE // 4)
+    model = assert_exact_by(usual)
+    assert host_of(model).allocated % (3 * STATE // 4) == 0
+
+
+def test_what_the_host_has_no_room_for_stays_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("zoo.policy.budget.Offload.check", lambda *_: None)
+    model = assert_exact_by(usual, host_budget=2 * STATE)
+    assert host_of(model).peak == host_of(model).allocated == 2 * STATE
+    assert host_of(model).is_full
+
+
+HOLDERS: dict[str, Callable[[Tensor], Any]] = {
+    "the tensor": lambda x: x,
+    "a view": lambda x: x[3:],
+    "a detached tensor": Tensor.detach,
+    "the storage": Tensor.untyped_storage,
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_what_the_program_holds_stays_on_the_device(name: str) -> None:
+    holders: list[Any] = []
+    model = net(inputs=batch().requires_grad_())
+    model.hook = lambda number, x: holders.append(HOLDERS[name](x)) if number == 1 else None
+    assert_same(trained(model, usual), trained(net(False), usual))
+    # of six states the first is the input
+    assert host_of(model).peak == 4 * STATE
+
+
+def test_a_tensor_that_a_program_takes_out_of_the_graph_stays() -> None:
+    taken: list[tuple[Tensor, Tensor]] = []
+
+    def take(number: int, x: Tensor) -> None:
+        waiting = [x.grad_fn] if number == 2 else []
+        for node in filter(None, waiting):
+            waiting += [other for other, _ in node.next_functions if other not in waiting]
+            saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+            taken.extend((t, frozen(t)) for t in saved if isinstance(t, Tensor))
+
+    model = net(inputs=batch().requires_grad_())
+    model.hook = take
+    usual(model)
+    assert sum(tensor.nbytes == STATE for tensor, _ in taken) > 2
+    for tensor, before in taken:
+        assert_same(tensor, before)
+
+
+def twice(model: Net) -> Any:
+    """Two backwards through one graph."""
+    y = model(batch().requires_grad_()).square().mean()
+    y.backward(retain_graph=True)
+    y.backward()
+    return y
+
+
+def of_gradients(model: Net) -> Any:
+    x = batch().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sin().sum(), x, create_graph=True)
+    (gradient.square().sum() + model(x).sum()).backward()
+    return gradient
+
+
+def accumulated(model: Net) -> Any:
+    """Two forwards before their backwards."""
+    first, second = model(batch()), model(batch())
+    second.sin().sum().backward()
+    first.cos().sum().backward()
+    return first, second
+
+
+def inner(model: Net) -> Any:
+    """A backward inside of the forward."""
+    found: list[Tensor] = []
+    weight = model.blocks[0].linear.weight
+
+    def hook(number: int, x: Tensor) -> None:
+        if number == 3:
+            found.extend(torch.autograd.grad(x.sum(), weight, retain_graph=True))
+
+    model.hook = hook
+    return [usual(model), *found]
+
+
+def in_another_stream(model: Net) -> Any:
+    """Kernels of forward and backward are on a stream that is not the default one."""
+    if not HAS_STREAMS:
+        return usual(model)
+    x = batch()
+    stream, main = torch.Stream(DEVICE), torch.accelerator.current_stream()
+    stream.wait_stream(main)
+    with stream:
+        y = model(x)
+        y.square().mean().backward()
+    main.wait_stream(stream)
+    return y
+
+
+def frozen_in_the_end(model: Net) -> Any:
+    """Only some of the segments have gradients."""
+    model.blocks[2].requires_grad_(False)
+    y = model(batch())
+    y.square().mean().backward()
+    with torch.no_grad():
+        return y, model(batch())
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+@pytest.mark.parametrize(
+    "step", [twice, of_gradients, accumulated, inner, in_another_stream, frozen_in_the_end]
+)
+def test_other_steps_leave_the_same_bits(step: Step) -> None:
+    # warned of once: a backward that makes a graph
+    assert_exact_by(step)
+
+
+class StopError(Exception):
+    """Ends a step."""
+
+
+def stop(*_: Any) -> Any:
+    raise StopError
+
+
+def ended_in_forward(model: Net) -> Any:
+    model.hook = lambda number, x: stop() if number == 4 else None
+    with pytest.raises(StopError):
+        model(batch())
+    model.hook = nothing
+    return usual(model)
+
+
+def ended_in_backward(model: Net) -> Any:
+    model.hook = lambda number, x: x.register_hook(stop) if number == 2 else None
+    with pytest.raises(StopError):
+        usual(model)
+    model.hook = nothing
+    return usual(model)
+
+
+def dropped(model: Net) -> Any:
+    model(batch())
+    return usual(model)
+
+
+@pytest.mark.parametrize("step", [ended_in_forward, ended_in_backward, dropped])
+def test_a_step_that_ends_early_leaves_nothing_on_the_host(step: Step) -> None:
+    model = assert_exact_by(step)
+    # the host holds what one forward offloads, not two
+    assert host_of(model).peak <= 5 * STATE
+
+
+def test_nothing_is_left_for_the_garbage_collector() -> None:
+    model = net()
+    usual(model)
+    gc.collect()
+    gc.disable()
+    try:
+        y = model(batch())
+        host_of(model).settle()
+        assert held(model) > 0
+        del y
+        assert held(model) == 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_has_a_host_of_its_own(copied: Callable[[Net], Net]) -> None:
+    model = net(host_budget="1MiB")
+    usual(model)
+    other = copied(model)
+    assert host_of(other) is not host_of(model)
+    assert host_of(other).limit == 1 << 20
+    usual(other)
+    assert host_of(other).peak == host_of(model).peak
+
+
+def test_two_threads_train_by_one_host() -> None:
+    model = net().eval()
+    x = torch.ones(128, 128)
+    first, second = model(x).sin().sum(), model(x).cos().sum()
+    elsewhere(first.backward)
+    second.backward()
+    expected = net(False).eval()
+    expected(x).sin().sum().backward()
+    expected(x).cos().sum().backward()
+    assert held(model) == 0
+    assert_same(gradients(model), gradients(expected))
+
+
+def test_a_storage_that_came_back_is_not_written_into_memory_of_others() -> None:
+    """It was copied back for one stream, read on another, and freed at once."""
+    host = HostMemory()
+    x = torch.ones(STATE // 4) * 3
+    storage = OffloadedStorage(x.untyped_storage(), 1, host.on(x.device))
+    storage.leave()
+    storage.settle()
+    assert storage.is_away
+    storage.come_back_here()
+    if HAS_STREAMS:
+        with torch.Stream(DEVICE):
+            storage.before_read()
+    else:
+        storage.before_read()
+    del storage, x
+    y = torch.ones(STATE // 4)
+    if HAS_STREAMS:
+        torch.accelerator.synchronize()
+    assert (y == 1).all()
+
+
+def test_a_step_takes_less_memory_on_the_device() -> None:
+    if not HAS_STREAMS:
+        pytest.skip("the CPU counts no memory by itself")
+
+    def held_in_backward(model: Net) -> int:
+        usual(model)
+        x, before = batch(), devices.allocated(DEVICE)
+        y = model(x)
+        return devices.allocated(DEVICE) - before - y.nbytes
+
+    kept = zoo.checkpoint(Net(), "blocks")
+    # of six states the first is the input, and the copy of the last is under way
+    assert held_in_backward(net()) == held_in_backward(kept) - 4 * STATE
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "too little": (
+        {"host_budget": "100KiB"},
+        BudgetError,
+        r"needs 320 KiB \(327680 bytes\) of host memory; host_budget is 100 KiB",
+    ),
+    "a budget alone": ({"offload": False, "host_budget": 5}, ArgumentError, "pass both"),
+    "no plan": ({"checkpoint": False}, ArgumentError, "checkpoint=False has none"),
+    "no bytes": ({"host_budget": "much"}, ArgumentError, "host_budget"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_with_the_number(name: str) -> None:
+    options, error, message = REFUSED[name]
+    options = {"checkpoint": "blocks", "offload": True, "inputs": batch(), **options}
+    with pytest.raises(error, match=message):
+        zoo.checkpoint(Net(), **options)
+
+
+def test_a_plan_without_anything_to_offload_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = zoo.checkpoint(Net(), 2, offload=True, inputs=batch())
+    assert "offload=True copies nothing of Net to the host" in caplog.text
+    usual(model)
+    assert host_of(model).peak == 0
+
+
+def test_what_is_read_without_a_replay_comes_back() -> None:
+    """A segment of one product saves what it starts from, and nothing that a replay makes."""
+
+    def gradients_of(offload: bool) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)))
+        zoo.checkpoint(model, "(0) (1) (2) (3) (4) (5)" if offload else False, offload=offload)
+        x = batch()
+        model(x).square().mean().backward()
+        assert not offload or host_of(model).peak == 5 * STATE
+        return gradients(model)
+
+    assert_same(gradients_of(True), gradients_of(False))

@@ -1,0 +1,413 @@
+"""Activation offloading (CPU offload): storages that lie in host memory until the backward.
+
+What segments start from is kept for their replays, and nothing reads it until then. So it is copied
+to the host when its last reader in the forward has been called, and copied back ahead of the
+backward, on a stream of its own (the side stream) beside the kernels:
+
+    kernels     ... b  |  c        |  d        ...   replay d | backward d  | replay c ...
+    host        x_b is copied out, its memory freed  |  x_c comes back      | x_b comes back
+
+The storage stays the same object without memory, so that views and other tensors of it have their
+numbers again when it is back. Only a storage that nothing but segments holds is copied: any other
+would stay on the device. A copy does not round. Where events are, and why:
+
+    kernels -> copy out    what is copied has been computed
+    copy out -> kernels    its memory is freed, and given to others, when it has been copied
+    kernels -> copy back   the memory for it may have been another tensor's a moment ago
+    copy back -> kernels   what is read has been copied back
+
+The side stream copies in order, so that a slab is not written again before it has been read. No
+stream is recorded for the allocator (`record_stream`), by which the time of a copy would decide how
+much memory a step takes.
+
+On an accelerator the host's memory is pinned, on the CPU it is a memory-mapped file. While a graph
+is captured, nothing is copied.
+"""
+
+import contextlib
+import functools
+import mmap
+import os
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.nn import Parameter
+
+from zoo._torch import BelowAutograd, DisableTorchDispatch, storage_holders
+from zoo.engine.devices import is_capturing, synchronize
+from zoo.engine.operands import External
+from zoo.engine.replay import without_modes
+from zoo.engine.segments import Segment
+from zoo.engine.tensor_state import alive, is_plain
+from zoo.planner.costs import LEAST_OFFLOADED
+
+# bytes of a slab: few calls for large tensors, and little that is left over at the end
+SLAB = 1 << 25
+# how many storages are copied out at a time: their memory is freed when the next one comes
+LEAVING = 1
+
+
+class Slab:
+    """Host memory that is allocated once, and the number of storages in it."""
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self.memory = _file_memory(size) if device.type == "cpu" else _pinned_memory(size)
+        self.used = self.tenants = 0
+
+
+class Piece(NamedTuple):
+    """A part of a storage in a slab."""
+
+    slab: Slab
+    memory: Tensor
+
+
+def _pinned_memory(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def _file_memory(size: int) -> Tensor:
+    with tempfile.TemporaryFile() as file:
+        # a full disk is an error now, and no signal when it is written
+        os.posix_fallocate(file.fileno(), 0, size)
+        return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+
+
+class HostMemory:
+    """Slabs of host memory for the storages of one model; at most `limit` bytes in all.
+
+    A copy or a pickle of a model has slabs of its own.
+
+    Attributes:
+        allocated: bytes of slabs so far.
+        offloaded: bytes in them now, and the most there were.
+        is_full: whether there was no room for a storage, which stayed on its device.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self.allocated = self.offloaded = self.peak = 0
+        self.is_full = False
+        self.lock = threading.RLock()
+        self._of_devices: dict[torch.device, DeviceTransfers] = {}
+
+    def __reduce__(self) -> tuple[type["HostMemory"], tuple[int | None]]:
+        return HostMemory, (self.limit,)
+
+    def on(self, device: torch.device) -> "DeviceTransfers":
+        """Returns the transfers from and to a device."""
+        with self.lock:
+            if device not in self._of_devices:
+                self._of_devices[device] = DeviceTransfers(self, device)
+            return self._of_devices[device]
+
+    def settle(self) -> None:
+        """Waits, on the current streams, for the copies that are under way."""
+        for transfers in [*self._of_devices.values()]:
+            transfers.settle(0)
+
+    def room(self) -> int:
+        """Returns the size of the next slab; 0 if the limit is reached."""
+        return SLAB if self.limit is None else min(SLAB, self.limit - self.allocated)
+
+
+class DeviceTransfers:
+    """Copies between one device and its slabs, in the order of its side stream."""
+
+    def __init__(self, host: HostMemory, device: torch.device) -> None:
+        self.host, self.device = host, device
+        self.stream = None if device.type == "cpu" else torch.Stream(device=device)
+        # storages that a copy on the side stream still reads or writes, whose memory is not freed
+        self.moving: deque[OffloadedStorage] = deque()
+        self._current: Slab | None = None
+        self._free: list[Slab] = []
+        # those of dead storages, which die at any time, also while slabs are taken
+        self._returned: deque[Sequence[Piece]] = deque()
+
+    def take(self, size: int) -> list[Piece]:
+        """Returns memory of a size, in one slab or several; none if there is no room."""
+        self._take_back()
+        slab = self._current
+        missing = size - (0 if slab is None else len(slab.memory) - slab.used)
+        missing -= sum(len(slab.memory) for slab in self._free)
+        while missing > 0:
+            if (more := self.host.room()) <= 0:
+                return []
+            try:
+                self._free.append(Slab(self.device, more))
+            except (OSError, RuntimeError):
+                # the host has no more
+                self.host.limit = self.host.allocated
+                return []
+            self.host.allocated += more
+            missing -= more
+        pieces = [*self._pieces(size)]
+        self.host.offloaded += size
+        self.host.peak = max(self.host.peak, self.host.offloaded)
+        return pieces
+
+    def _pieces(self, size: int) -> Iterator[Piece]:
+        while size:
+            slab = self._current
+            if slab is None or slab.used == len(slab.memory):
+                self._current = slab = self._free.pop()
+            memory = slab.memory[slab.used : slab.used + size]
+            slab.used += len(memory)
+            slab.tenants += 1
+            size -= len(memory)
+            yield Piece(slab, memory)
+
+    def give(self, pieces: Sequence[Piece]) -> None:
+        """Gives memory back, for copies that come later on the side stream."""
+        self._returned.append(pieces)
+
+    def _take_back(self) -> None:
+        while self._returned:
+            for slab, memory in self._returned.popleft():
+                self.host.offloaded -= len(memory)
+                slab.tenants -= 1
+                if not slab.tenants:
+                    slab.used = 0
+                    if slab is not self._current:
+                        self._free.append(slab)
+
+    def wait_for_kernels(self) -> None:
+        """Makes the side stream wait for the kernels so far."""
+        if self.stream is not None:
+            self.stream.wait_event(self.kernels().record_event())
+
+    def kernels(self) -> torch.Stream:
+        """Returns the stream on which kernels run here."""
+        return torch.accelerator.current_stream(self.device)
+
+    def copy(self, storage: UntypedStorage, pieces: Sequence[Piece], out: bool) -> "Copied | None":
+        """Copies a storage out, or back, on the side stream; returns what tells its end."""
+        whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+        parts = whole.split([len(piece.memory) for piece in pieces])
+        with contextlib.nullcontext() if self.stream is None else self.stream:
+            for part, (_, memory) in zip(parts, pieces, strict=True):
+                target, source = (memory, part) if out else (part, memory)
+                target.copy_(source, non_blocking=True)
+        return None if self.stream is None else Copied(self.stream.record_event(), self.kernels())
+
+    def settle(self, count: int) -> None:
+        """Makes kernels wait for copies until so many are left that may be under way."""
+        with self.host.lock:
+            while len(self.moving) > count:
+                self.moving[0].settle()
+
+
+class Copied(NamedTuple):
+    """The end of a copy, and the stream whose kernels the storage's memory belongs to."""
+
+    event: torch.Event
+    owner: torch.Stream
+
+    def wait(self, stream: torch.Stream) -> None:
+        """Makes kernels wait for the copy."""
+        stream.wait_event(self.event)
+        if stream != self.owner:
+            self.owner.wait_event(self.event)
+
+
+class OffloadedStorage:
+    """A storage that is copied to the host until the backward reads it.
+
+    Its states come in this order: an interrupt between two of them loses nothing.
+
+        leaving   the copy is under way: memory and numbers are still there
+        away      without memory
+        back      copied back, or read before it went away
+    """
+
+    def __init__(self, storage: UntypedStorage, segment: int, transfers: DeviceTransfers) -> None:
+        self.storage, self.size, self.segment = storage, storage.nbytes(), segment
+        self.transfers = transfers
+        self.pieces: Sequence[Piece] = ()
+        self.copied: Copied | None = None
+        self.is_leaving, self.is_away = True, False
+
+    def leave(self) -> None:
+        """Begins to copy the storage out, if the host has room."""
+        self.pieces = self.transfers.take(self.size)
+        if self.pieces:
+            self.transfers.wait_for_kernels()
+            self.copied = self.transfers.copy(self.storage, self.pieces, out=True)
+
+    def come_back(self) -> None:
+        """Begins to copy the storage back, if it is away."""
+        with self.transfers.host.lock:
+            if self.is_away:
+                self.storage.resize_(self.size)
+                self.transfers.wait_for_kernels()
+                self.copied = self.transfers.copy(self.storage, self.pieces, out=False)
+                self.transfers.moving.append(self)
+                self.is_away = False
+                self._give()
+
+    def before_read(self) -> None:
+        """Makes the numbers be there for the kernels that are called next."""
+        with self.transfers.host.lock:
+            if self.is_away:
+                without_modes(self.come_back_here)
+            self.is_leaving = False
+            self.settle()
+            self._give()
+
+    def come_back_here(self) -> None:
+        """Comes back, wherever this is called."""
+        with _as_bytes():
+            self.come_back()
+
+    def settle(self) -> None:
+        """Makes kernels wait for the copy; then frees memory that was copied out."""
+        if self.copied is not None:
+            self.copied.wait(self.transfers.kernels())
+        if self.is_leaving:
+            self.is_leaving, self.is_away = False, True
+        if self.is_away:
+            self.storage.resize_(0)
+        if self in self.transfers.moving:
+            self.transfers.moving.remove(self)
+
+    def _give(self) -> None:
+        pieces, self.pieces = self.pieces, ()
+        if pieces:
+            self.transfers.give(pieces)
+
+    def __del__(self) -> None:
+        self._give()
+
+
+class Offloading:
+    """What one forward offloads: the external tensors of its segments, once only they are held."""
+
+    def __init__(self, host: HostMemory) -> None:
+        self.host = host
+        self.segments = 0
+        # external tensors by storage, and the last segment that read it
+        self._candidates: dict[int, tuple[int, list[weakref.ref[External]]]] = {}
+        self._copied: list[weakref.ref[OffloadedStorage]] = []
+        self._saved: Sequence[External] = ()
+        host.settle()
+
+    def begin(self, saved: Sequence[External]) -> None:
+        """Called before a segment, whose first operation has saved these before its kernel runs."""
+        self._saved = saved
+
+    def add(self, segment: Segment, read: Sequence[External]) -> None:
+        """Adds a segment that has ended, with the external tensors that its kernels read."""
+        self.segments += 1
+        segment.offloading = self, self.segments
+        saved, self._saved = self._saved, ()
+        for external in (*read, *saved):
+            if _may_be_alone(external):
+                key = id(external.home())
+                _, others = self._candidates.get(key, (0, []))
+                if all(external is not other for other in alive(others)):
+                    others.append(weakref.ref(external))
+                self._candidates[key] = self.segments, others
+
+    def copy_out(self) -> None:
+        """Copies out what the program has released since."""
+        for key, (segment, references) in [*self._candidates.items()]:
+            externals = alive(references)
+            if not externals:
+                del self._candidates[key]
+            elif _are_alone(externals):
+                del self._candidates[key]
+                without_modes(self._leave, externals, segment)
+
+    def _leave(self, externals: Sequence[External], segment: int) -> None:
+        storage = externals[0].tensor.untyped_storage()
+        if is_capturing(storage.device):
+            return
+        transfers = self.host.on(storage.device)
+        with self.host.lock, _as_bytes():
+            transfers.settle(LEAVING - 1)
+            offloaded = OffloadedStorage(storage, segment, transfers)
+            offloaded.leave()
+            if not offloaded.pieces:
+                self.host.is_full = True
+                return
+            for external in externals:
+                external.offloaded = offloaded
+            # its memory is freed from now on
+            transfers.moving.append(offloaded)
+        self._copied.append(weakref.ref(offloaded))
+
+    def before_replay(self, segment: int) -> None:
+        """Copies back what a segment needs, and then what the one before it needs."""
+        copied = alive(self._copied)
+        earlier = (offloaded.segment for offloaded in copied if offloaded.segment < segment)
+        first = max(earlier, default=segment)
+        for offloaded in reversed(copied):
+            if offloaded.is_away and offloaded.segment >= first:
+                offloaded.come_back_here()
+
+
+@functools.cache
+def copy_rate(device: torch.device) -> float:
+    """Measures the bytes per second of copies to the host and back, the slower of both."""
+    with _as_bytes():
+        storage = torch.zeros(SLAB, dtype=torch.uint8, device=device).untyped_storage()
+        transfers = HostMemory().on(storage.device)
+        pieces = transfers.take(SLAB)
+        seconds = []
+        # the first of each takes longer
+        for out in (True, False, True, False):
+            synchronize(storage.device)
+            start = time.perf_counter()
+            transfers.copy(storage, pieces, out=out)
+            synchronize(storage.device)
+            seconds.append(time.perf_counter() - start)
+        return SLAB / max(seconds[2:])
+
+
+@contextlib.contextmanager
+def _as_bytes() -> Iterator[None]:
+    """Hides copies of bytes from autograd and from modes."""
+    with torch.inference_mode(False), torch.no_grad(), BelowAutograd(), DisableTorchDispatch():
+        yield
+
+
+def _may_be_alone(external: External) -> bool:
+    """Returns whether a storage is worth a copy, and is none that the program holds in any case."""
+    tensor, home = external.tensor, external.home()
+    if home is None or type(tensor) is not Tensor or not is_plain(tensor):
+        return False
+    is_parameter = external.original is not None and isinstance(external.original(), Parameter)
+    is_large = home.nbytes() >= LEAST_OFFLOADED and home.device.type != "meta"
+    return is_large and external.copy is None and home.resizable() and not is_parameter
+
+
+def _are_alone(externals: Sequence[External]) -> bool:
+    """Returns whether nothing but these external tensors of one storage holds it."""
+    first = _holders(externals[0])
+    more = len(externals) - 1
+    return first == (*_ALONE[:3], _ALONE[3] + more) and all(
+        _holders(external)[:2] == _ALONE[:2] for external in externals[1:]
+    )
+
+
+def _holders(external: External) -> tuple[int, int, int, int]:
+    """Returns the references to a tensor in C++ and in Python, and to its storage the other way."""
+    storage = external.tensor.untyped_storage()
+    return (
+        external.tensor._use_count(),  # type: ignore[attr-defined]
+        sys.getrefcount(external.tensor),
+        sys.getrefcount(storage),
+        storage_holders(storage._cdata),
+    )
+
+
+with torch.inference_mode(False), torch.device("cpu"):
+    _ALONE = _holders(External(torch.empty(1)))
