@@ -73,6 +73,7 @@ class PlannedBranch:
         visits: index of the operator at which each call of a block begins.
         sizes: bytes that each operator returned.
         room: how many times these bytes each may return under this plan.
+        offloads: whether the host holds what its segments start from, where offloading is on.
     """
 
     operators: Sequence[Operator]
@@ -81,6 +82,7 @@ class PlannedBranch:
     visits: dict[Visit, int]
     sizes: Sequence[int] = ()
     room: float = math.inf
+    offloads: bool = True
 
     def __post_init__(self) -> None:
         sizes = self.sizes or [0] * len(self.operators)
@@ -295,7 +297,7 @@ class Conductor(Recorder):
             # a kept step may have saved what the segment before it reads
             self._close(kept=() if path else self._saved_ahead)
         if self.offloading is not None and not shared:
-            self.offloading.copy_out()
+            self._copy_out(self.offloading)
             if path:
                 kept = (handle.external for handle in pending)
                 self.offloading.begin([*filter(None, kept), *self._saved_ahead])
@@ -306,6 +308,11 @@ class Conductor(Recorder):
                 handle.move_to(thread.segment)
         self.path = path
         self.recording = None if thread.segment is None else thread.segment.recording
+
+    def _copy_out(self, offloading: Offloading) -> None:
+        """Copies to the host what the program has released, unless the plan does without."""
+        if self.branch is None or self.branch.offloads:
+            offloading.copy_out()
 
     def _close(self, kept: Sequence[External] = ()) -> None:
         """Closes the innermost segment; `kept` is not offloaded for it."""
@@ -368,7 +375,7 @@ class Conductor(Recorder):
             self._close()
         thread.conductor = None
         if self.offloading is not None:
-            self.offloading.copy_out()
+            self._copy_out(self.offloading)
 
 
 def conducts() -> bool:

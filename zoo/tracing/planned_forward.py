@@ -487,9 +487,15 @@ class PatchedForward(Patch):
         outline, plans = without_modes(self._plans_for, invocation, trace)
         branches = [
             PlannedBranch(
-                operators, outline.cuts[: len(outline)], plan, trace.graph.visits, sizes, room
+                operators,
+                outline.cuts[: len(outline)],
+                plan,
+                trace.graph.visits,
+                sizes,
+                room,
+                offloads,
             )
-            for plan, room in plans
+            for plan, room, offloads in plans
         ]
         kind.spec, kind.branches = spec, [*kind.branches, *reversed(branches)]
         self.latest = branches[0]
