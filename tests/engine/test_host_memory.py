@@ -153,7 +153,8 @@ def test_all_are_on_their_way_back_before_they_are_read(monkeypatch: pytest.Monk
     assert not any(away)
 
 
-def test_slabs_are_allocated_once() -> None:
+def test_slabs_are_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "SLAB", STATE)
     model = net()
     usual(model)
     usual(model)

@@ -87,6 +87,7 @@ class PlannedBranch:
         visits: index of the operator at which each call of a block begins.
         sizes: bytes that each operator returned.
         room: how many times these bytes each may return under this plan.
+        offloads: whether the host holds what its segments start from, where offloading is on.
         has_backward: whether a backward runs within the forward.
         arrivals: where a forward by this plan was at each block, once known.
     """
@@ -97,6 +98,7 @@ class PlannedBranch:
     visits: dict[Visit, int]
     sizes: Sequence[int] = ()
     room: float = math.inf
+    offloads: bool = True
     has_backward: bool = False
     arrivals: Sequence[Arrival] = ()
 
@@ -406,7 +408,7 @@ class Conductor(Recorder):
             # a kept step may have saved what the segment before it reads
             self._close(kept=() if path else self._saved_ahead)
         if self.offloading is not None and not shared:
-            self.offloading.copy_out()
+            self._copy_out(self.offloading)
             if path:
                 kept = (handle.external for handle in pending)
                 self.offloading.begin([*filter(None, kept), *self._saved_ahead])
@@ -427,6 +429,11 @@ class Conductor(Recorder):
                 self.hooks.__exit__(None, None, None)
         elif top_saved_tensors_hooks(False) is None and are_saved_tensors_hooks_enabled():
             self.hooks.__enter__()
+
+    def _copy_out(self, offloading: Offloading) -> None:
+        """Copies to the host what the program has released, unless the plan does without."""
+        if self.branch is None or self.branch.offloads:
+            offloading.copy_out()
 
     def _close(self, kept: Sequence[External] = ()) -> None:
         """Closes the innermost segment; `kept` is not offloaded for it."""
@@ -500,7 +507,7 @@ class Conductor(Recorder):
             self._close()
         thread.conductor = None
         if self.offloading is not None:
-            self.offloading.copy_out()
+            self._copy_out(self.offloading)
 
 
 def conducts() -> bool:

@@ -185,10 +185,14 @@ class Plan(tuple[Item, ...]):
 
 
 class RoomyPlan(NamedTuple):
-    """A plan, and how many times as large tensors may get until it breaks a budget in bytes."""
+    """A plan, and how many times as large tensors may get until it breaks a budget in bytes.
+
+    `offload`: where offloading is on, it is for this plan, too.
+    """
 
     plan: Plan
     room: float = math.inf
+    offload: bool = True
 
 
 def indices(item: Item) -> Iterator[int]:

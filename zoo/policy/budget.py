@@ -125,8 +125,8 @@ class StepPlanner:
 
     The options are those of `zoo.plan`. `counted_optimizer` has the bytes of the optimizer and
     `kernels` the costs of each different kernel, if they are known. With `offload` a plan is the
-    best of those that are the best without, of the schemes and of equal numbers of blocks: by what
-    they take on the device when the host holds what their segments start from.
+    best of those that are the best without, and with what their segments start from on the host,
+    of these, of the schemes and of equal numbers of blocks.
     """
 
     model: nn.Module
@@ -282,7 +282,7 @@ class StepPlanner:
             if self.offload.host_budget is not None and point.offloaded:
                 room = min(room, self.offload.host_budget / point.offloaded)
             if room >= (plans[-1].room * ROOMIER if plans else 1):
-                plans.append(RoomyPlan(self.of_model(point).plan, room))
+                plans.append(RoomyPlan(self.of_model(point).plan, room, point.offloaded > 0))
         return plans
 
     @property
@@ -371,11 +371,18 @@ class StepPlanner:
         results = dict(simulated)
         plans = dict.fromkeys(_loss_kept(plan, self.steps) for plan in results)
         if self.offload.is_on:
-            results = {}
+            # without offloading, too, which takes no time to copy
+            results = {plan: results.get(plan) or self._kept(plan) for plan in plans}
+            points = [self._point(plan, result=results[plan]) for plan in plans]
             plans |= dict.fromkeys(_loss_kept(plan, self.steps) for plan in self._flat_plans())
-        points = [self._point(plan, result=results.get(plan)) for plan in plans]
-        points = [point for point in points if self.offload.allows(point.offloaded)]
+            offloaded = map(self._point, plans)
+            points += (point for point in offloaded if self.offload.allows(point.offloaded))
+        else:
+            points = [self._point(plan, result=results.get(plan)) for plan in plans]
         return falling(points, attrgetter("time_ratio", "peak"), attrgetter("peak"))[::-1]
+
+    def _kept(self, plan: Plan) -> Simulation:
+        return self.simulate(plan, self.costs_with_gradients, offloads=False)
 
     def _flat_plans(self) -> Iterator[Plan]:
         """Yields plans whose segments do not nest, which offload the most."""
@@ -385,9 +392,9 @@ class StepPlanner:
         for count in range(2, len(set(blocks)) + 1):
             yield schemes.segments(blocks, count)
 
-    def simulate(self, plan: Plan, costs: StepCosts) -> Simulation:
-        """Computes the costs of a plan, with what the host holds."""
-        if not self.offload.is_on:
+    def simulate(self, plan: Plan, costs: StepCosts, *, offloads: bool = True) -> Simulation:
+        """Computes the costs of a plan, with what the host holds unless it offloads nothing."""
+        if not (offloads and self.offload.is_on):
             return simulate(plan, costs)
         return simulate(plan, costs, offload=self.steps, copies=self.copies)
 
@@ -449,7 +456,7 @@ class StepPlanner:
 
     def describe(self, point: Point, budget: int | None) -> PlanReport:
         """Returns the report of a point that was chosen for a budget in bytes, or for a time."""
-        result = self.simulate(point.plan, self.costs)
+        result = self.simulate(point.plan, self.costs, offloads=point.offloaded > 0)
         return PlanReport(
             plan=self.of_model(point).plan,
             predicted_peak=point.peak,
@@ -481,7 +488,8 @@ class StepPlanner:
 
     def at_peak(self, point: Point) -> PeakBytes:
         """Splits the bytes of a plan's peak into categories."""
-        fixed, result = self.fixed, self.simulate(point.plan, self.costs_with_gradients)
+        fixed, costs = self.fixed, self.costs_with_gradients
+        result = self.simulate(point.plan, costs, offloads=point.offloaded > 0)
         kept = recomputed = between = 0
         if self._optimizer_peak > self._resident + result.peak:
             phase, gradients, work = "step of the optimizer", fixed.gradients, fixed.scratch

@@ -321,7 +321,7 @@ class Option:
         planner = replace(planner, offload=self.offload)
         plans = self._unchecked_plans(planner, runs_kernels, has_run)
         plans[0].plan.check(planner.steps)
-        if self.offload.is_on:
+        if self.offload.is_on and plans[0].offload:
             self._check_offload(plans[0].plan, planner, has_run)
         return plans
 
@@ -379,7 +379,8 @@ class Option:
             if has_run:
                 what = "%s goes by the plan of the least peak, which breaks its budget: %s"
                 _log.warning(what, type(planner.model).__name__, error)
-                return [RoomyPlan(planner.of_model(planner.points[0]).plan)]
+                least = planner.of_model(planner.points[0])
+                return [RoomyPlan(least.plan, offload=least.offloaded > 0)]
             if not is_assumed:
                 raise
             text = f"{error} {assumed[0].upper()}{assumed[1:]}."
@@ -395,7 +396,7 @@ class Option:
         )
         # a share of the baseline, and an overhead, grow with the inputs
         if report.budget is None or isinstance(self.memory_budget, float):
-            return [RoomyPlan(report.plan)]
+            return [RoomyPlan(report.plan, offload=report.offloaded > 0)]
         return planner.plans_with_room(report.budget)
 
 
@@ -508,7 +509,9 @@ def _first_decided(request: str, decide: Callable[[], Sequence[RoomyPlan]]) -> S
     if store.check([key]):
         text = store.get(key)
     else:
-        own_plans = "\n".join(f"{room!r} {plan.text()}" for plan, room in decide())
+        own_plans = "\n".join(f"{room!r} {offload:d} {p.text()}" for p, room, offload in decide())
         text = store.compare_set(key, "", own_plans)
-    lines = (line.split(maxsplit=1) for line in text.decode().splitlines())
-    return [RoomyPlan(Plan.parse(plan), float(room)) for room, plan in lines]
+    lines = (line.split(maxsplit=2) for line in text.decode().splitlines())
+    return [
+        RoomyPlan(Plan.parse(plan), float(room), offload == "1") for room, offload, plan in lines
+    ]

@@ -489,9 +489,10 @@ class PatchedForward(Patch):
             _log.info(again, self.notices.name, count + 1, self.cache.most_plannings)
         outline, plans = without_modes(self._plans_for, invocation, trace)
         cuts, graph = outline.cuts[: len(outline)], trace.graph
+        has_backward = graph.has_backward
         branches = [
-            PlannedBranch(operators, cuts, plan, graph.visits, sizes, room, graph.has_backward)
-            for plan, room in plans
+            PlannedBranch(operators, cuts, plan, graph.visits, sizes, room, offloads, has_backward)
+            for plan, room, offloads in plans
         ]
         kind.spec, kind.branches = spec, [*kind.branches, *reversed(branches)]
         self.latest = branches[0]
