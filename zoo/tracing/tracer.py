@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zoo._torch import Args, FakeTensor, Kwargs, Operator, PyTree, current_backward
 from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.kernel_segments import Visit, bytes_returned
+from zoo.engine.operands import External
 from zoo.engine.operator_effects import (
     DETACH,
     effects_of,
@@ -157,6 +158,9 @@ class Tracer(KernelMode):
 
     def leave(self) -> None:
         """Ignores that a block ends."""
+
+    def note_saved(self, external: External) -> None:
+        """Ignores what is saved outside of all segments."""
 
     def mark(self, blocks: Iterable[str]) -> None:
         """Marks modules of the model, whose calls are noted as long as the model lives.
