@@ -18,7 +18,7 @@ import zoo
 from tests.accelerator import software
 from tests.training import assert_same, elsewhere, frozen, gradients, outcome, plain
 from zoo.engine import devices, host_memory
-from zoo.engine.host_memory import HostMemory, OffloadedStorage
+from zoo.engine.host_memory import HostMemory, OffloadedStorage, Offloading
 from zoo.errors import ArgumentError, BudgetError
 from zoo.tracing.planned_forward import patched_forward
 
@@ -316,6 +316,16 @@ def test_a_step_that_ends_early_leaves_nothing_on_the_host(step: Step) -> None:
     model = assert_exact_by(step)
     # the host holds what one forward offloads, not two
     assert host_of(model).peak <= 5 * STATE
+
+
+def test_the_next_forward_frees_what_was_under_way() -> None:
+    model = net()
+    usual(model)
+    model(batch())
+    (transfers,) = host_of(model)._of_devices.values()
+    assert len(transfers.moving) == 1
+    Offloading(host_of(model))
+    assert not transfers.moving
 
 
 def test_nothing_is_left_for_the_garbage_collector() -> None:
