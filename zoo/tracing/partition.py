@@ -87,7 +87,7 @@ def partition(model: nn.Module, trace: StepTrace, blocks: Collection[str]) -> Ou
     runs = itertools.groupby(firsts)
     # a step of several kernels, which an in-place write holds together, may be a segment alone
     counts = [len({functions.get(call.index, call.index) for call in part}) for part in kernels]
-    cuts = _first_operators(starts, calls)
+    cuts = _first_operators(starts, calls, graph)
     names = _Names(model, uses_of).of(parts)
     return Outline(
         names=tuple(names),
@@ -102,12 +102,14 @@ def partition(model: nn.Module, trace: StepTrace, blocks: Collection[str]) -> Ou
     )
 
 
-def _first_operators(starts: Sequence[int], calls: Sequence[Call]) -> list[int]:
-    """Returns the first operator of each step.
+def _first_operators(starts: Sequence[int], calls: Sequence[Call], graph: Graph) -> list[int]:
+    """Returns the first operator of each step: the one after the last call of the step before.
 
-    Queries before it belong to the step before, whose custom function may yet save its tensors.
+    Queries before it belong to that step, whose custom function may yet save its tensors.
     """
-    return [calls[start].index if start else 0 for start in starts]
+    noted = [call.index for call in graph.calls]
+    lasts = [calls[start - 1].index if start else -1 for start in starts]
+    return [noted[bisect.bisect_right(noted, last)] if last >= 0 else 0 for last in lasts]
 
 
 def _useful(starts: Sequence[int], calls: Sequence[Call], trace: StepTrace) -> list[int]:
@@ -115,7 +117,7 @@ def _useful(starts: Sequence[int], calls: Sequence[Call], trace: StepTrace) -> l
     # the events of the model alone, so that steps do not depend on whether the loss is known
     events = trace.events.before(trace.graph.model_operators) if trace.has_loss else trace.events
     within = [calls[start].within for start in starts]
-    numbers = useful_cuts(events, _first_operators(starts, calls), within)
+    numbers = useful_cuts(events, _first_operators(starts, calls, trace.graph), within)
     return [starts[number] for number in numbers]
 
 
