@@ -178,33 +178,36 @@ def speed(job: Job, write: Write) -> None:
     case = (gpu_cases.OFFLOAD if job.part == "offload" else gpu_cases.SPEED)[job.case]
     for variant in job.variants:
         with row_of(job, variant, write, case) as row:
-            training, took = begun(case, variant, job)
-            row.update(took)
-            step: Callable[[int], Any] = training.step
-            if variant == GRAPH:
-                graphed = by_graph(training, job)
-                step = partial(seeded, graphed, training)
-            row["first_s"] = round(timed(partial(step, 0), job.device)[1], 2)
-            for number in range(1, STEPS):
-                step(number)
-            reset_peaks(job.device)
-            # the capture allocates what replays use
-            for number in range(STEPS, WARM if variant == GRAPH else STEPS):
-                step(number)
-            steps = 1 if job.small else TIMED
-            pairs = [timed(partial(step, number), job.device) for number in range(steps)]
-            launched, done = (
-                1e3 * statistics.median(column) for column in zip(*pairs, strict=True)
-            )
-            row.update(ms=round(done, 2), cpu_ms=round(launched, 2), steps=steps)
-            row.update(peaks(job.device))
-            if variant == GRAPH:
-                row["replays"] = graphed.replays
-            if job.part == "offload":
-                # equal for all ways, unless a kernel of the baseline does not repeat its numbers
-                row["loss"] = float(training.step(0))
-                host = patched_forward(training.model)
-                row["host"] = 0 if host is None or host.host is None else host.host.peak
+            time_steps(case, variant, job, row)
+
+
+def time_steps(case: Case, variant: str, job: Job, row: dict[str, Any]) -> None:
+    """Trains by a way and adds times and peaks; a graph's memory is freed before the next way."""
+    training, took = begun(case, variant, job)
+    row.update(took)
+    step: Callable[[int], Any] = training.step
+    if variant == GRAPH:
+        graphed = by_graph(training, job)
+        step = partial(seeded, graphed, training)
+    row["first_s"] = round(timed(partial(step, 0), job.device)[1], 2)
+    for number in range(1, STEPS):
+        step(number)
+    reset_peaks(job.device)
+    # the capture allocates what replays use
+    for number in range(STEPS, WARM if variant == GRAPH else STEPS):
+        step(number)
+    steps = 1 if job.small else TIMED
+    pairs = [timed(partial(step, number), job.device) for number in range(steps)]
+    launched, done = (1e3 * statistics.median(column) for column in zip(*pairs, strict=True))
+    row.update(ms=round(done, 2), cpu_ms=round(launched, 2), steps=steps)
+    row.update(peaks(job.device))
+    if variant == GRAPH:
+        row["replays"] = graphed.replays
+    if job.part == "offload":
+        # equal for all ways, unless a kernel of the baseline does not repeat its numbers
+        row["loss"] = float(training.step(0))
+        host = patched_forward(training.model)
+        row["host"] = 0 if host is None or host.host is None else host.host.peak
 
 
 def copies(job: Job, write: Write) -> None:
