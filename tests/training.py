@@ -26,6 +26,7 @@ import zoo
 from zoo.api.track import CopiedStep, mean_of
 from zoo.engine.devices import read_streams
 from zoo.invocation import Invocation
+from zoo.profiling.peak_memory import measure_step
 from zoo.verification.state_comparison import record, same_bits
 
 Record = dict[str, Any]
@@ -285,6 +286,19 @@ def images(count: int = 4, channels: int = 4, size: int = 6) -> Tensor:
 def generator(seed: int = 0) -> torch.Generator:
     """Returns a random stream for the device that tests run on."""
     return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
+def peak_by_own_plan(model: nn.Module, x: Tensor, make: Any) -> int:
+    """The allocator's peak bytes in the second training step of a model, by the plan in force."""
+    optimizer = make(model.parameters())
+
+    def step() -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    return measure_step(step, model, optimizer, [x]).peak
 
 
 def real_peak(

@@ -24,6 +24,7 @@ from tests.training import (
     gradients,
     images,
     needs_numpy,
+    peak_by_own_plan,
     plain,
     train,
 )
@@ -393,15 +394,7 @@ def test_a_budget_counts_results_that_no_replay_may_make(share: float) -> None:
     make = functools.partial(torch.optim.SGD, lr=0.1)
     report = zoo.plan(model, x, memory_budget=share, optimizer=make)
     zoo.checkpoint(model, report)
-    optimizer = make(model.parameters())
-
-    def step() -> None:
-        model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    step()
-    taken = measure_step(step, model, optimizer, [x]).peak
+    taken = peak_by_own_plan(model, x, make)
     assert 0.998 * report.predicted_peak <= taken <= report.predicted_peak
 
 

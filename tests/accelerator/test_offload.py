@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 import zoo
 from tests.accelerator import software
-from tests.training import assert_same, gradients, needs_numpy, outcome, plain
+from tests.training import assert_same, gradients, needs_numpy, outcome, peak_by_own_plan, plain
 from zoo.api.plan import planner_for
 from zoo.planner.costs import simulate
 from zoo.planner.plan import Plan
-from zoo.profiling.peak_memory import measure_step
 from zoo.tracing.planned_forward import patched_forward
 from zoo.units import format_bytes
 
@@ -101,15 +100,7 @@ def test_a_plan_takes_the_bytes_that_were_predicted(name: str) -> None:
 
     def taken(offload: bool) -> tuple[int, int]:
         zoo.checkpoint(model, plan, offload=offload, inputs=x)
-        optimizer = make(model.parameters())
-
-        def step() -> None:
-            model(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-        step()
-        peak = measure_step(step, model, optimizer, [x]).peak
+        peak = peak_by_own_plan(model, x, make)
         host = getattr(patched_forward(model), "host", None)
         return peak, 0 if host is None else host.peak
 
@@ -132,13 +123,5 @@ def test_a_budget_is_kept_by_what_the_host_holds() -> None:
     small = zoo.plan(model, x, optimizer=make, memory_budget=0.4, offload=True, host_budget="1MiB")
     assert small.offloaded <= 1 << 20
     zoo.checkpoint(model, report)
-    optimizer = make(model.parameters())
-
-    def step() -> None:
-        model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    step()
-    assert measure_step(step, model, optimizer, [x]).peak <= report.predicted_peak
+    assert peak_by_own_plan(model, x, make) <= report.predicted_peak
     assert min(point.peak for point in kept) <= report.predicted_peak <= report.budget
