@@ -90,8 +90,9 @@ class Anatomy:
 
     def table(self, holders: int = 10) -> str:
         """Writes the bytes at the peak by category, block and tensor, and the sentences."""
-        table = self.baseline.table(holders)
-        if self.planned is not None:
+        if self.planned is None:
+            table = self.baseline.table(holders)
+        else:
             table = compare({"baseline": self.baseline, "with the plan": self.planned}, holders)
         return "\n".join([table, "", *self.savings])
 

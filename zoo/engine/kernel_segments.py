@@ -301,6 +301,7 @@ class Conductor(Recorder):
             and index not in branch.switches
             and index < len(branch.operators)
             and branch.operators[index] is func
+            # the only one that may be counted or not (`is_counted`) and neither writes nor draws
             and func is not READ_NUMBER
             and self._waiting is None
             and self.offloading is None

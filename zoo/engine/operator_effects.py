@@ -340,9 +340,9 @@ DETACH = torch.ops.aten.detach.default
 
 
 def is_counted(operator: Operator, args: Args, kwargs: Kwargs) -> bool:
-    """Returns whether an operator is one of those by which a plan knows a forward.
+    """Returns whether a plan knows a forward by this operator, among others.
 
-    Those are not that only some forwards of a path call: such as make the state of cuDNN's dropout.
+    It does not by those that only some forwards of the same path call.
     """
     return operator is not DETACH and not makes_dropout_state(operator, args, kwargs)
 
