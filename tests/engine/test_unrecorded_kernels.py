@@ -35,14 +35,14 @@ class Varied(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.times, self.depth, self.scaled = 1, 4, False
+        self.times, self.depth, self.scaled, self.named = 1, 4, False, False
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.repeat(self.times, 1)
         if self.scaled:
             x = x * self.blocks[0].second.bias
         for block in self.blocks[: self.depth]:
-            x = block(x)
+            x = block(x=x) if self.named else block(x)
         return x.square().sum()
 
 
@@ -66,9 +66,12 @@ def test_a_plan_that_keeps_all_has_neither_mode_nor_hooks(is_own: bool) -> None:
     assert thread.conductor is None
 
 
-def with_change(change: dict[str, Any], budget: str) -> tuple[Varied, Any, list[bool]]:
-    """Returns a trained model, its gradients once it has changed, and which blocks had a mode."""
+def with_change(
+    change: dict[str, Any], budget: str, *, named: bool = False
+) -> tuple[Varied, Any, list[bool]]:
+    """Returns a trained model that has changed, its input, and which blocks had a mode then."""
     model, x = Varied(), torch.randn(512, 8)
+    model.named = named
     other = copy.deepcopy(model)
     zoo.checkpoint(model, memory_budget=budget)
     for _ in range(2):
@@ -83,11 +86,12 @@ def with_change(change: dict[str, Any], budget: str) -> tuple[Varied, Any, list[
 
 
 @needs_numpy
+@pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("change", [{"times": 4}, {"times": 90}, {"scaled": True}])
 def test_from_the_first_block_of_another_forward_on_each_kernel_is_looked_at(
-    change: dict[str, Any], caplog: pytest.LogCaptureFixture
+    change: dict[str, Any], named: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, x, around = with_change(change, "3MiB")
+    model, x, around = with_change(change, "3MiB", named=named)
     assert all(around)
     assert any("larger tensors" in said for said in caplog.messages) is (change == {"times": 90})
     if change == {"times": 4}:

@@ -107,7 +107,7 @@ class BlockMark(Patch):
         conductor = thread.conductor
         if conductor is None:
             return self._run_alone(args, kwargs) if forward is None else forward(*args, **kwargs)
-        conductor.enter(self.path, args)
+        conductor.enter(self.path, (*args, *kwargs.values()))
         try:
             return (self.__wrapped__ if forward is None else forward)(*args, **kwargs)
         finally:
