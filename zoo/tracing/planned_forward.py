@@ -329,6 +329,14 @@ class PatchedForward(Patch):
                 "block by block, which may take more than the budget: sizes that no tensor among "
                 "the arguments shows are known only then. The next of this kind is planned for",
             )
+        if self.host is not None and self.host.is_full:
+            self.notices.warn(
+                "host",
+                "the host has no room for all that a plan of %s offloads: what goes beyond %s "
+                "stays on its device, so that a step may take more than was planned. Raise "
+                "host_budget=, or lower the batch size",
+                format_bytes(self.host.allocated),
+            )
         if (used := conductor.branch) is not None and len(kind.branches) > 1:
             # the next forward begins with the fastest that would have served this one
             sizes = conductor.sizes_returned()
