@@ -19,6 +19,7 @@ from tests.accelerator import software
 from tests.training import assert_same, elsewhere, frozen, gradients, outcome, plain
 from zoo.engine import devices, host_memory
 from zoo.engine.host_memory import HostMemory, OffloadedStorage, Offloading
+from zoo.engine.operands import external_of
 from zoo.errors import ArgumentError, BudgetError
 from zoo.tracing.planned_forward import patched_forward
 
@@ -178,6 +179,17 @@ def test_what_the_host_has_no_room_for_stays_on_the_device_and_is_told_once(
     assert host_of(model).is_full
     (said,) = [text for text in caplog.messages if "host_budget=" in text]
     assert "no room for all that a plan of" in said
+
+
+def test_each_of_several_tensors_of_a_storage_is_alone() -> None:
+    storage = torch.rand(8).untyped_storage()
+    externals = [external_of(torch.empty(0).set_(storage)) for _ in range(2)]
+    del storage
+    assert host_memory._are_alone(externals)
+    held = externals[1].tensor
+    assert not host_memory._are_alone(externals)
+    del held
+    assert host_memory._are_alone(externals)
 
 
 HOLDERS: dict[str, Callable[[Tensor], Any]] = {
