@@ -8,7 +8,7 @@ import contextlib
 import copy
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from zoo.profiling.memory_tracker import Tracker
 from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerOption, maker_of, optimizer_from
 from zoo.profiling.peak_memory import measure_step
 from zoo.profiling.progress import each, shown
+from zoo.profiling.step_profile import Outline
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.profiling.timeline import Timeline, compare
 from zoo.tracing.isolated_trace import TraceError
@@ -142,7 +143,13 @@ def anatomy(
             f"device={device!r} is neither None nor 'meta'; the step runs where the model is"
         )
     invocation = Invocation.of(inputs)
-    plan = _plan_of_option(model, invocation, checkpoint)
+    meta_inputs = invocation.map(lambda tensor: tensor.to("meta"))
+    without_loss = functools.cache(lambda: outline_of(model, meta_inputs))
+
+    def outline(loss: Loss | None) -> Outline:
+        return without_loss() if loss is None else outline_of(model, meta_inputs, loss)
+
+    plan = _plan_of_option(model, meta_inputs.tensors, checkpoint, outline)
     on_meta = any(tensor.is_meta for tensor in (*invocation.tensors, *model.parameters()))
     options: Any = {"fake": device == "meta" or on_meta, "in_backward": optimizer_in_backward}
     with random_state_restored():
@@ -150,44 +157,32 @@ def anatomy(
         plans = (None,) if plan is None else (plan, None)
         *planned, baseline = map(step.track, each("tracked steps", plans))
     by_plan = plan if isinstance(plan, Plan) else None
-    maker = maker_of(optimizer, model)
-    savings = _savings_of(model, invocation, loss, maker, optimizer_in_backward)
+    made = maker_of(optimizer, model)
+    try:
+        with torch.enable_grad():
+            # a loss of the model itself would run its real modules
+            steps = outline(None if _is_of_module(loss) else loss)
+            planner = StepPlanner(model, steps, meta_inputs.tensors, made)
+            savings = savings_of(planner.in_backward() if optimizer_in_backward else planner)
+    except TraceError as error:
+        savings = (f"The step cannot be planned for ahead of a real one: {error}",)
     return Anatomy(baseline, planned[0] if planned else None, by_plan, savings)
 
 
-def _savings_of(
-    model: nn.Module,
-    inputs: Invocation,
-    loss: Loss | None,
-    optimizer: MakeOptimizer | None,
-    in_backward: bool,
-) -> tuple[str, ...]:
-    """Says what a plan can save of a step, or why it cannot be planned for ahead."""
-    on_meta = inputs.map(lambda tensor: tensor.to("meta"))
-    options: Any = {"optimizer": optimizer, "optimizer_in_backward": in_backward}
-    # a loss of the model itself would run its real modules
-    loss = None if _is_of_module(loss) else loss
-    try:
-        with torch.enable_grad():
-            outline = outline_of(model, on_meta, loss)
-            return savings_of(StepPlanner(model, outline, on_meta.tensors, **options))
-    except TraceError as error:
-        return (f"The step cannot be planned for ahead of a real one: {error}",)
-
-
 def _plan_of_option(
-    model: nn.Module, inputs: Invocation, checkpoint: Checkpoint | None
+    model: nn.Module,
+    inputs: Sequence[Tensor],
+    checkpoint: Checkpoint | None,
+    outline: Callable[[Loss | None], Outline],
 ) -> Plan | str | None:
     """Decides the plan without running a step; "blocks" where the model cannot be traced."""
     checkpoint = plan_or_option(checkpoint)
     option = option_of(model) if checkpoint is None else option_for(checkpoint, None, None)
     if option is None:
         return None
-    on_meta = inputs.map(lambda tensor: tensor.to("meta"))
     try:
         with torch.enable_grad():
-            outline = outline_of(model, on_meta, option.step.loss)
-            return option.plan_for(StepPlanner(model, outline, on_meta.tensors))
+            return option.plan_for(StepPlanner(model, outline(option.step.loss), inputs))
     except TraceError:
         if checkpoint not in (None, True, "blocks"):
             raise
