@@ -118,6 +118,7 @@ def _module() -> types.ModuleType:
     found.current_stream = torch.accelerator.current_stream
     found.synchronize = torch.accelerator.synchronize
     found._is_in_bad_fork = lambda: False
+    found._lazy_init = lambda: None  # without one torch 2.11 synchronizes no device
     found.manual_seed_all = manual_seed_all
     found.get_rng_state = lambda device=NAME: generator(device).get_state()
     found.set_rng_state = set_rng_state
