@@ -765,6 +765,11 @@ at::Tensor& set_empty(at::Tensor& self) {
   return set_storage(self, storage);
 }
 
+// contiguous, as fake tensors have results of a backend of one's own, whatever layout the CPU chose
+at::Tensor in_order(const at::Tensor& host, at::Device device) {
+  return host.contiguous().to(device);
+}
+
 at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight,
                        const std::optional<at::Tensor>& bias, at::IntArrayRef stride,
                        at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
@@ -773,9 +778,9 @@ at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight,
   const Kernel kernel(input.device().index());
   std::optional<at::Tensor> host_bias;
   if (bias.has_value() && bias->defined()) host_bias = in_host(*bias);
-  return at::convolution(in_host(input), in_host(weight), host_bias, stride, padding, dilation,
-                         transposed, output_padding, groups)
-      .to(input.device());
+  return in_order(at::convolution(in_host(input), in_host(weight), host_bias, stride, padding,
+                                  dilation, transposed, output_padding, groups),
+                  input.device());
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
@@ -789,7 +794,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
       in_host(gradient), in_host(input), in_host(weight), channels, stride, padding, dilation,
       transposed, output_padding, groups, mask);
   const auto there = [&](const at::Tensor& host) {
-    return host.defined() ? host.to(input.device()) : host;
+    return host.defined() ? in_order(host, input.device()) : host;
   };
   return {there(of_input), there(of_weight), there(of_bias)};
 }

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zoo
 from tests.accelerator import software
@@ -337,6 +338,19 @@ def test_a_model_trains_in_the_memory_that_the_device_has(module: Any) -> None:
         planned(x).sum().backward()
     finally:
         module.set_total_memory(COUNT - 1, 8 << 30)
+
+
+def test_a_convolution_has_the_layouts_that_a_plan_counts_with() -> None:
+    def layouts() -> list[tuple[int, ...]]:
+        x = torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
+        weight = torch.randn(6, 4, 3, 3, requires_grad=True)
+        y = F.conv2d(x, weight)
+        made = torch.autograd.grad(y.sum(), [x, weight])
+        return [tensor.stride() for tensor in (y, *made)]
+
+    with FakeTensorMode():
+        expected = layouts()
+    assert layouts() == expected
 
 
 @needs_numpy
