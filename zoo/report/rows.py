@@ -461,7 +461,8 @@ def _arguments(model: Mapping[str, Any]) -> str:
     for name, value in model.get("arguments", {}).items():
         if name not in ("image_size", "img_size") or value != model["size"]:
             shown[name] = value
-    return ", ".join(f"{name}={value}" for name, value in shown.items())
+    # a list in one piece, which no column breaks
+    return ", ".join(f"{name}={value}".replace(", ", ",") for name, value in shown.items())
 
 
 def _text(checkpoint: bool | int | str) -> str:
