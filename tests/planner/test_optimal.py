@@ -164,14 +164,18 @@ def test_the_table_of_a_recurrent_network_is_bounded(monkeypatch: pytest.MonkeyP
     assert simulate(least(costs), costs).peak < 0.5 * baseline_of(costs)
 
 
-def test_a_long_recurrent_network_has_plans_as_good_as_simple_ones() -> None:
-    costs = recurrent(500)
+def test_a_recurrent_network_beyond_the_table_has_plans_as_good_as_simple_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("zoo.planner.search_space.ENTRIES", ENTRIES // 4)
+    costs = recurrent(200)
+    assert len([*search_spaces(costs)]) == 2
     points = frontier(costs)
-    for simple in (segments(range(500), 30), segments(range(500), 10)):
+    for simple in (segments(range(200), 20), segments(range(200), 8)):
         peak, seconds, _ = measures(simple, costs)
         best = simulate(within(points, peak), costs)
         assert best.recomputed_seconds <= seconds
-    assert points[0].peak < 0.9 * measures(segments(range(500), 30), costs)[0]
+    assert points[0].peak < 0.9 * measures(segments(range(200), 20), costs)[0]
 
 
 @pytest.mark.parametrize(("blocks", "steps"), [(1, 9000), (200, 45), (300, 30), (9000, 1)])
