@@ -4,7 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import zoo
 from tests.documents import ROOT, leads_somewhere, run, snippets
 
 README = (ROOT / "README.md").read_text("utf-8")
@@ -82,3 +85,23 @@ def gpu_cells(row: dict[str, Any]) -> tuple[str, ...]:
     reserved = [sizes.get("reserved"), expandable and f"({expandable})"]
     times = (f"{row[name]:#.3g}".rstrip(".") for name in ("eager_ms", "graph_ms"))
     return row["variant"], sizes["allocated"], " ".join(filter(None, reserved)), *times
+
+
+def test_the_model_of_the_first_page_keeps_to_its_budget() -> None:
+    """300 MiB for a training step by AdamW, of which the baseline takes more than twice as much."""
+
+    def peak(model: nn.Module) -> int:
+        optimizer, batch = torch.optim.AdamW(model.parameters()), torch.rand(32, 128, 256)
+        for _ in range(2):
+            with zoo.track(model, optimizer=optimizer, inputs=batch, allocator=True) as timeline:
+                model(batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return timeline.peak
+
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
+    model = nn.TransformerEncoder(layer, num_layers=6)
+    baseline = peak(model)
+    planned = peak(zoo.checkpoint(model, memory_budget="300MiB", optimizer="adamw"))
+    assert planned <= 300 * 2**20
+    assert baseline > 2 * planned
