@@ -45,7 +45,7 @@ A budget bounds `torch.cuda.max_memory_allocated` of a whole training step. It c
 - parameters, buffers, gradients, inputs, optimizer state, activations and temporaries, in blocks of
   512 bytes and with the rests of large blocks;
 - workspaces of kernels, as measured on the device, and two of cuBLAS (32 MiB each on Hopper,
-  8.1 MiB elsewhere).
+  8.1 MiB elsewhere; `CUBLAS_WORKSPACE_CONFIG` changes that).
 
 It does not count
 
@@ -60,7 +60,8 @@ WITHOUT = """\
 `device="a100"` counts kernels of the CPU where the model is on the CPU or the meta device. Its
 prediction is too high for attention with dropout (14 times the saved bytes and more), for dropout
 and for RMSNorm. It is too low for convolutions (no workspaces), for cuDNN's LSTM and BatchNorm (no
-reserves), and for `topk`, `index_add` and others whose [results are kept](exactness.md). Where CUDA
+reserves), and for `topk`, `index_add` and [others whose results are
+kept](exactness.md#kernels-that-do-not-repeat-themselves). Where CUDA
 calls another number of kernels, as for attention with dropout, the plan does not fit: a report then
 goes block by block, with a warning, and a bare `zoo.Plan` raises `PlanError`. So plan on the GPU,
 without `device=`, before you train there. `python -m tests.profiling.saved_on_cuda` prints what

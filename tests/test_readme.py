@@ -92,11 +92,15 @@ def test_the_model_of_the_first_page_keeps_to_its_budget() -> None:
 
     def peak(model: nn.Module) -> int:
         optimizer, batch = torch.optim.AdamW(model.parameters()), torch.rand(32, 128, 256)
-        for _ in range(2):
-            with zoo.track(model, optimizer=optimizer, inputs=batch, allocator=True) as timeline:
-                model(batch).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+
+        def step() -> None:
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        with zoo.track(model, optimizer=optimizer, inputs=batch, allocator=True) as timeline:
+            step()
         return timeline.peak
 
     layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
