@@ -73,8 +73,8 @@ buffers and random state after three steps. *Deterministic* is
 `torch.use_deterministic_algorithms(True)`.
 """
 SPEED = """\
-Milliseconds of an eager training step (median of 7), then its peak in GiB as
-`max_memory_allocated` counts it. With small batches the GPU waits for Python.
+Milliseconds of an eager training step (median of 7), then allocated/reserved GiB at their peaks;
+reserved includes what earlier steps left. With small batches the GPU waits for Python.
 """
 BUDGETS = """\
 Plans were asked for a share of the baseline's peak, and the models trained by them.
@@ -238,7 +238,8 @@ def speed(rows: Rows) -> str:
         if row.get("replays") == 0:
             return NO_GRAPH
         share = f", {row['share']:g}" if "share" in row else ""
-        return f"{digits(row['ms'])}, {digits(row['allocated'] / 2**30)}{share}"
+        sizes = [digits(row[name] / 2**30) for name in ("allocated", "reserved") if name in row]
+        return f"{digits(row['ms'])}, {'/'.join(sizes)}{share}"
 
     names = ("baseline", "switch", "blocks", "True", "True, CUDA graph")
     names += ("True, optimizer in the backward", "plan")
