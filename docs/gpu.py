@@ -43,7 +43,7 @@ the library's own checkpointing, a *plan* is for the share of the baseline's pea
 A budget bounds `torch.cuda.max_memory_allocated` of a whole training step. It counts
 
 - parameters, buffers, gradients, inputs, optimizer state, activations and temporaries, in blocks of
-  512 bytes and with the rests of large blocks;
+  512 bytes, and the rests of large blocks that nothing else can use;
 - workspaces of kernels, as measured on the device, and two of cuBLAS (32 MiB each on Hopper,
   8.1 MiB elsewhere; `CUBLAS_WORKSPACE_CONFIG` changes that).
 
@@ -87,6 +87,7 @@ with gaps between the blocks in use. Expandable segments close most gaps. No pre
 GRAPHS = """\
 Milliseconds of a training step, eager→captured. A replay runs no Python. A script captured these;
 `make gpu PART=graphs` measures [`zoo.make_graphed_step`](cuda-graphs.md), which no GPU has run yet.
+ResNet-1001 is in float32 here, as its 18.4 GiB show; plans kept the dropouts of GPT-2.
 """
 SAME = """\
 After four replays with four new batches, beside the eager baseline:
