@@ -227,7 +227,8 @@ def exactness(rows: Rows) -> str:
         for case, row in differ.items():
             line += f"; {case}: {row['differing']} of {row['of']} tensors differ"
         lines.append(f"{line}.")
-    return f"{told}\n\n" + "\n".join(lines) + left_out(rows) if found else left_out(rows).strip()
+    text = "\n\n".join(filter(None, [told if found else "", "\n".join(lines)]))
+    return (text + left_out(rows)).strip()
 
 
 def speed(rows: Rows) -> str:

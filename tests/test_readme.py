@@ -76,6 +76,9 @@ def test_what_a_gpu_took_are_rows_of_its_page() -> None:
     shown = re.findall(columns, "\n".join(table))
     assert len(shown) == len(table) == 9
     assert set(shown) <= measured
+    of_graphs = (ROOT / "docs" / "cuda-graphs.md").read_text("utf-8")
+    ((eager, captured),) = re.findall(r"took (\d+) ms[^|]+? (\d+) ms captured", of_graphs)
+    assert ("True", "1.22", "1.80", eager, captured) in measured
 
 
 def gpu_cells(row: dict[str, Any]) -> tuple[str, ...]:
