@@ -41,6 +41,12 @@ def test_a_snippet_prints_what_stands_below_it(
         assert run(part, f"{page}.md", names) == (part.printed or "")
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_no_snippet_says_that_bits_differ(page: str) -> None:
+    printed = "".join(snippet.printed or "" for snippet in FOUND[page])
+    assert "same bits: False" not in printed
+
+
 def test_every_page_with_snippets_is_run() -> None:
     found = {page.stem for page in (ROOT / "docs").glob("*.md") if snippets(text(page.stem))}
     translated = {name for name in found if name.endswith(".zh-CN")}
