@@ -11,6 +11,8 @@ import zoo
 from tests.documents import ROOT, leads_somewhere, run, snippets
 
 README = (ROOT / "README.md").read_text("utf-8")
+# a word of each way in the table of a GPU, and the way's name in the rows
+WAYS = {"checkpointing": "switch", "budget": "plan", "zoo": "True"}
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
 
 
@@ -71,23 +73,28 @@ def test_what_a_gpu_took_are_rows_of_its_page() -> None:
     lines = (ROOT / "docs" / "gpu.jsonl").read_text("utf-8").splitlines()
     graphs = [row for row in map(json.loads, lines) if row["part"] == "graphs"]
     measured = {gpu_cells(row) for row in graphs if "allocated" in row}
-    table = README.partition("| one H200")[2].partition("\n\n")[0].splitlines()[2:]
-    columns = r"(baseline|switch|True|plan)[^|]*?" + r" \| ([^|]*?)" * 4 + r" \|"
-    shown = re.findall(columns, "\n".join(table))
-    assert len(shown) == len(table) == 9
+    table = README.partition("| a training step on one H200")[2].partition("\n\n")[0]
+    shown, model = [], ""
+    for line in table.splitlines()[2:]:
+        way, *cells = re.findall(r"[^|]+", line.replace(" †", ""))
+        heading = re.match(r" \*\*(.+)\*\*: (baseline)", way)
+        model = heading[1] if heading else model
+        name = heading[2] if heading else next(WAYS[word] for word in WAYS if word in way)
+        shown.append((model, name, *(cell.strip() for cell in cells[:4])))
+    assert len(shown) == 12
     assert set(shown) <= measured
     of_graphs = (ROOT / "docs" / "cuda-graphs.md").read_text("utf-8")
     ((eager, captured),) = re.findall(r"took (\d+) ms[^|]+? (\d+) ms captured", of_graphs)
-    assert ("True", "1.22", "1.80", eager, captured) in measured
+    assert ("ResNet-1001, 128×3×32×32", "True", "1.22", "1.80", eager, captured) in measured
 
 
 def gpu_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """Returns the way of a row, its GiB and milliseconds, as the first page shows them."""
-    sizes = {name: f"{row[name] / 2**30:#.3g}" for name in row if re.match("allo|reserved", name)}
-    expandable = sizes.get("reserved_expandable")
-    reserved = [sizes.get("reserved"), expandable and f"({expandable})"]
+    """Returns model, way, GiB and milliseconds of a row, as the first page shows them."""
+    reserved = row.get("reserved") or row["reserved_expandable"]
+    sizes = (f"{count / 2**30:#.3g}" for count in (row["allocated"], reserved))
     times = (f"{row[name]:#.3g}".rstrip(".") for name in ("eager_ms", "graph_ms"))
-    return row["variant"], sizes["allocated"], " ".join(filter(None, reserved)), *times
+    model = row["case"].removesuffix(", small batch")
+    return f"{model}, {row['size']}", row["variant"], *sizes, *times
 
 
 def test_the_model_of_the_first_page_keeps_to_its_budget() -> None:
