@@ -25,49 +25,72 @@ FACTS = ("machine", "torch", "cudnn", "commit", "n", "conf", "script", "beside")
 HEAD = """\
 # On a GPU
 
-[Index](README.md) · [CUDA](cuda.md) · [Budgets](budgets.md) · [Exactness](exactness.md)
+[Index](README.md) · [Budgets](budgets.md) · [Graphs](cuda-graphs.md) · [Exactness](exactness.md)
 
-`make gpu DEVICE=cuda` measures rows, which [gpu.jsonl](gpu.jsonl) holds, and `make gpu-page` writes
-this page from them; no GPU is needed for that. What stands above a table holds for all of it: the
-machine, the versions, the commit of this repository, and of how many runs the numbers are. A number
-of one run has no spread; do not read much into small differences. Inputs are random numbers.
+Set `PYTORCH_ALLOC_CONF=expandable_segments:True` before the program starts, since the allocator
+reserves more than it hands out. Capture the step in a [CUDA graph](cuda-graphs.md) where batches
+are small, since Python then takes longer than the kernels. Run `zoo.verify` once, since some
+kernels do not repeat their own bits.
 
-*True* is `checkpoint=True`, *switch* the library's own way to checkpoint (timm's
-`set_grad_checkpointing`, transformers' `activation_checkpointing_enable`), a *plan* one for a share
-of the baseline's peak, which stands behind the number.
+All numbers are of one run (n = 1, no spread) of a few steps on one GPU, with random inputs.
+Trainings of hours and several GPUs together were not tried. *True* is `checkpoint=True`, *switch*
+the library's own checkpointing, a *plan* is for the share of the baseline's peak behind its number.
+`make gpu DEVICE=cuda` measures, [gpu.jsonl](gpu.jsonl) holds every row with sizes and versions, and
+`make gpu-page` writes this page.
+
+## What a budget counts
+
+A budget bounds `torch.cuda.max_memory_allocated` of a whole training step. It counts
+
+- parameters, buffers, gradients, inputs, optimizer state, activations and temporaries, in blocks of
+  512 bytes, and the rests of large blocks that nothing else can use;
+- workspaces of kernels, as measured on the device, and two of cuBLAS (32 MiB each on Hopper,
+  8.1 MiB elsewhere; `CUBLAS_WORKSPACE_CONFIG` changes that).
+
+It does not count
+
+- gaps: [reserved memory](#reserved-memory) that no block uses;
+- the CUDA context, loaded kernels and NCCL, which are outside of torch's allocator: compare with
+  `nvidia-smi`, and leave room;
+- what `torch.backends.cudnn.benchmark = True` tries in the first calls.
+"""
+WITHOUT = """\
+## Planning without the GPU
+
+`device="a100"` counts kernels of the CPU where the model is on the CPU or the meta device. Its
+prediction is too high for attention with dropout (14 times the saved bytes and more), for dropout
+and for RMSNorm. It is too low for convolutions (no workspaces), for cuDNN's LSTM and BatchNorm (no
+reserves), and for `topk`, `index_add` and [others whose results are
+kept](exactness.md#kernels-that-do-not-repeat-themselves). Where CUDA
+calls another number of kernels, as for attention with dropout, the plan does not fit: a report then
+goes block by block, with a warning, and a bare `zoo.Plan` raises `PlanError`. So plan on the GPU,
+without `device=`, before you train there. `python -m tests.profiling.saved_on_cuda` prints what
+each operator saves.
 """
 EXACT = """\
-A baseline and each way to train it start from the same weights and seeds. Compared are the losses
-of each step, and after the last one parameters, buffers and, in newer rows, gradients and the
-random state, bit for bit. Where the baseline, trained twice, does not repeat its own numbers,
-nothing can be compared; a row *deterministic* has `torch.use_deterministic_algorithms(True)`.
-"""
-REPEATED = """\
-The gradients of more steps from the same weights and batch, beside those of the first, with nothing
-else on the GPU. A script measured this once.
+Compared bit for bit with a baseline of the same weights and seeds: losses, gradients, parameters,
+buffers and random state after three steps. *Deterministic* is
+`torch.use_deterministic_algorithms(True)`.
 """
 SPEED = """\
-Milliseconds of a training step, the median of 7 that were synchronized; in parentheses those until
-Python had launched the last kernel. Where both are close, the GPU waits for Python. Then the peak
-of `max_memory_allocated` in these steps.
+Milliseconds of an eager training step (median of 7), then allocated/reserved GiB at their peaks;
+reserved includes what earlier steps left. With small batches the GPU waits for Python.
 """
 BUDGETS = """\
-A plan is asked for a share of the baseline's predicted peak. *Taken* is `max_memory_allocated` in
-later steps of a training by that plan; *over* is by how much it exceeds what was asked for.
+Plans were asked for a share of the baseline's peak, and the models trained by them.
 """
 RESERVED = """\
-What runs out is what the allocator has *reserved*, in segments with gaps between the blocks in use.
-`PYTORCH_ALLOC_CONF=expandable_segments:True` closes most of them.
+What runs out is what the allocator has *reserved* (`torch.cuda.max_memory_reserved`), in segments
+with gaps between the blocks in use. Expandable segments close most gaps. No prediction counts them;
+`zoo.track` and the comparison show reserved bytes beside allocated ones.
 """
 GRAPHS = """\
-A whole training step (forward, replays in the backward, optimizer), captured into a CUDA graph
-after some eager ones, and replayed: no Python runs then. Rows of commit 6b9466f are by a script;
-`make gpu PART=graphs` measures [`zoo.make_graphed_step`](api.md#zoomake_graphed_step), and compares
-what it leaves with what eager steps do. Peaks are left out: captures shared a process.
+Milliseconds of a training step, eager→captured. A replay runs no Python. A script captured these;
+`make gpu PART=graphs` measures [`zoo.make_graphed_step`](cuda-graphs.md), which no GPU has run yet.
+ResNet-1001 is in float32 here, as its 18.4 GiB show; plans kept the dropouts of GPT-2.
 """
 SAME = """\
-Losses, parameters and buffers after four replays with four new batches, beside those of the eager
-baseline:
+After four replays with four new batches, beside the eager baseline:
 """
 BATCHES = """\
 The largest batch whose training step stays within a budget in bytes, and its samples per second, in
@@ -80,7 +103,7 @@ The loss is that of one more step after the same steps, and is to be the same in
 """
 # where a step was to be a graph, and ran eagerly
 NO_GRAPH = "no graph"
-TESTS = "`make test-device DEVICE=cuda`, by file.\n"
+TESTS = "`make test-device DEVICE=cuda`:\n"
 
 
 def read(path: Path) -> Rows:
@@ -102,13 +125,12 @@ def replaced(old: Rows, new: Rows) -> Rows:
 def page(rows: Rows) -> str:
     """Returns the page."""
     sections: list[tuple[str, str, str, Callable[[Rows], str]]] = [
-        ("families", "Exactness", EXACT, exactness),
-        ("repeated", "A baseline, repeated", REPEATED, repeated),
+        ("speed, reserved", "Reserved memory", RESERVED, reserved),
         ("speed", "Time and memory", SPEED, speed),
-        ("budgets", "Budgets", BUDGETS, budgets),
-        ("speed reserved", "Reserved memory", RESERVED, reserved),
         ("graphs", "CUDA graphs", GRAPHS, graphs),
-        ("graphs exact", "Exactness of a graph", SAME, exactness),
+        ("graphs, graphs exact", "The same bits in a graph", SAME, exactness),
+        ("budgets", "Budgets", BUDGETS, budgets),
+        ("families", "Exactness", EXACT, exactness),
         ("batches", "The largest batch", BATCHES, batches),
         ("offload", "Offloading", OFFLOAD, offload),
         ("tests", "Tests", TESTS, tests),
@@ -119,12 +141,13 @@ def page(rows: Rows) -> str:
         shared = FACTS if table is not reserved else tuple(f for f in FACTS if f != "conf")
         groups: dict[tuple[Any, ...], Rows] = {}
         for row in rows:
-            if row["part"] in names.split():
+            if row["part"] in names.split(", "):
                 groups.setdefault(tuple(str(row.get(name)) for name in shared), []).append(row)
         shown = [(caption(group, shared), table(group)) for group in groups.values()]
         if any(made for _, made in shown):
             text += [f"## {title}", about]
             text += [part for pair in shown if pair[1] for part in pair]
+    text.append(WITHOUT)
     return "\n\n".join(part.strip() for part in text) + "\n"
 
 
@@ -132,12 +155,11 @@ def caption(rows: Rows, shared: Iterable[str]) -> str:
     """Returns what all rows of a table share, in a sentence."""
     row = rows[0]
     parts = [f"One {row['machine']}", f"torch {row['torch']}"]
-    if number := row.get("cudnn"):
-        parts.append(f"cuDNN {number // 10000}.{number // 100 % 100}")
     parts += [f"commit {row['commit']}", f"n = {row['n']} run"]
     if "conf" in shared:
         conf = row.get("conf")
-        parts.append(f"`PYTORCH_ALLOC_CONF={conf}`" if conf else "`PYTORCH_ALLOC_CONF` not set")
+        expandable = conf == "expandable_segments:True"
+        parts.append("expandable segments" if expandable else conf or "the allocator's defaults")
     if beside := row.get("beside"):
         parts.append(f"beside {beside}")
     return f"{', '.join(parts)}:"
@@ -185,45 +207,28 @@ def left_out(rows: Rows) -> str:
 
 
 def exactness(rows: Rows) -> str:
-    """Returns how many tensors each way leaves other than the baseline does."""
-
-    def cell(row: Row, variants: dict[str, Row]) -> str:
-        if "error" in row:
-            return "failed"
-        if "repeats" in row:
-            return "yes" if row["repeats"] else "no"
-        if not variants.get("baseline again", {}).get("repeats", True):
-            return "cannot be compared"
-        equal = f"equal ({row['of']} tensors)"
-        return f"{row['differing']} of {row['of']} differ" if row["differing"] else equal
-
-    names = ("baseline again", "True", "True, optimizer in the backward", "blocks", "4 segments")
-    compared = [row for row in rows if row.keys() & {"differing", "repeats", "error", "skipped"}]
-    text = by_variant(compared, (*names, "2 segments", "switch", "baseline"), cell)
-    notes = [f"{row['case']}, {row['variant']}: {row['note']}." for row in rows if "note" in row]
-    text = "\n\n".join([text, *notes])
-    return text.replace("| baseline again ", "| the baseline repeats itself ") + peaks(rows)
-
-
-def repeated(rows: Rows) -> str:
-    """Returns how many steps of a baseline differ from its first one."""
-    lines = [
-        (name, f"{variants['baseline']['steps']}", f"{variants['baseline']['differing']}")
-        for (name, *_), variants in cases(rows).items()
-    ]
-    return markdown_table(("model", "steps", "differ from the first"), lines) if lines else ""
-
-
-def peaks(rows: Rows) -> str:
-    """Returns the peaks of the last step that was compared; '' where none were measured."""
-
-    def cell(row: Row, _: dict[str, Row]) -> str:
-        return f"{format_bytes(row['allocated'])} ({format_bytes(row['reserved'])})"
-
-    measured = [row for row in rows if "allocated" in row]
-    names = ("baseline", "True", "True, optimizer in the backward", "switch")
-    told = "The peak of the last of these steps, allocated (reserved):"
-    return f"\n\n{told}\n\n{by_variant(measured, names, cell)}" if measured else ""
+    """Returns in sentences which ways leave the bits of the baseline."""
+    of_cases = cases([row for row in rows if row.keys() & {"differing", "repeats"}])
+    found = {case: variants for (case, *_), variants in of_cases.items()}
+    repeats = {
+        case: variants.get("baseline again", {}).get("repeats", True)
+        for case, variants in found.items()
+    }
+    told = f"Compared: {'; '.join(case for case in found if repeats[case])}."
+    if others := [case for case in found if not repeats[case]]:
+        told += f" Not {'; '.join(others)}, whose baseline does not repeat its own bits."
+    names = dict.fromkeys(row["variant"] for row in rows if "differing" in row)
+    lines: list[str] = []
+    for name in (name for name in names if name != "baseline again"):
+        of_way = {case: variants[name] for case, variants in found.items() if name in variants}
+        compared = {case: row for case, row in of_way.items() if repeats[case] and "of" in row}
+        differ = {case: row for case, row in compared.items() if row["differing"]}
+        line = f"- *{name}*: equal in {len(compared) - len(differ)} of {len(compared)}"
+        for case, row in differ.items():
+            line += f"; {case}: {row['differing']} of {row['of']} tensors differ"
+        lines.append(f"{line}.")
+    text = "\n\n".join(filter(None, [told if found else "", "\n".join(lines)]))
+    return (text + left_out(rows)).strip()
 
 
 def speed(rows: Rows) -> str:
@@ -235,8 +240,8 @@ def speed(rows: Rows) -> str:
         if row.get("replays") == 0:
             return NO_GRAPH
         share = f", {row['share']:g}" if "share" in row else ""
-        times = f"{row['ms']:.3g} ({row['cpu_ms']:.3g})"
-        return f"{times} ms, {format_bytes(row['allocated'])}{share}"
+        sizes = [digits(row[name] / 2**30) for name in ("allocated", "reserved") if name in row]
+        return f"{digits(row['ms'])}, {'/'.join(sizes)}{share}"
 
     names = ("baseline", "switch", "blocks", "True", "True, CUDA graph")
     names += ("True, optimizer in the backward", "plan")
@@ -244,19 +249,23 @@ def speed(rows: Rows) -> str:
 
 
 def budgets(rows: Rows) -> str:
-    """Returns what was asked for, predicted and taken, in MiB."""
-    lines = []
-    for row in rows:
-        if "allocated" in row:
-            over = row["allocated"] / row["asked"] - 1
-            sizes = ("baseline", "asked", "predicted", "allocated", "reserved")
-            shown = [f"{row[name] / 2**20:,.0f}" for name in sizes]
-            shown.insert(4, f"{over:+.1%}")
-            lines.append((row["case"], size_of(row), f"{row['share']:g}", *shown))
-    if not lines:
+    """Returns in sentences how many plans kept to what was asked for, and which did not."""
+    taken = [row for row in rows if "allocated" in row]
+    if not taken:
         return left_out(rows).strip()
-    head = ("model", "size", "share", "baseline, predicted, MiB", "asked", "predicted", "taken")
-    return markdown_table((*head, "over", "reserved"), lines) + left_out(rows)
+    shares = [row["share"] for row in taken]
+    over = {id(row): row["allocated"] / row["asked"] - 1 for row in taken}
+    off = max(abs(row["predicted"] / row["allocated"] - 1) for row in taken)
+    kept = [row for row in taken if over[id(row)] <= 0]
+    models = "; ".join(dict.fromkeys(row["case"] for row in taken))
+    text = (
+        f"{len(kept)} of {len(taken)} plans for shares of {min(shares):g} to {max(shares):g} kept "
+        f"to what was asked. Predicted and taken differ by at most {off:.2%}. Models: {models}."
+    )
+    for row in taken:
+        if row not in kept:
+            text += f" {row['case']} at {row['share']:g} took {over[id(row)]:.2%} more than asked."
+    return text + left_out(rows)
 
 
 def reserved(rows: Rows) -> str:
@@ -277,23 +286,24 @@ def reserved(rows: Rows) -> str:
 
 
 def graphs(rows: Rows) -> str:
-    """Returns the times of captured steps, beside those of eager ones."""
+    """Returns the times of eager and of captured steps."""
 
-    def cell(row: Row, variants: dict[str, Row]) -> str:
+    def cell(row: Row, _: dict[str, Row]) -> str:
+        if "graph_ms" not in row:
+            return "failed"
+        eager = f"{digits(row['eager_ms'])}→" if row.get("eager_ms") is not None else ""
+        if row.get("replays") == 0:
+            return f"{eager}{NO_GRAPH}"
         share = f", {row['share']:g}" if "share" in row else ""
         differs = f", {row['differing']} of {row['of']} differ" if row.get("differing") else ""
-        if row.get("replays") == 0:
-            return NO_GRAPH
-        return f"{row['graph_ms']:.3g} ms{share}{differs}" if "graph_ms" in row else "failed"
+        return f"{eager}{digits(row['graph_ms'])}{share}{differs}"
 
-    eager = [
-        {**row, "variant": "baseline, eager", "graph_ms": row["eager_ms"], "replays": None}
-        for row in rows
-        if row.get("variant") == "baseline" and row.get("eager_ms") is not None
-    ]
-    return by_variant(
-        [*eager, *rows], ("baseline, eager", "baseline", "switch", "True", "plan"), cell
-    )
+    return by_variant(rows, ("baseline", "switch", "True", "plan"), cell)
+
+
+def digits(number: float) -> str:
+    """Returns three digits of a number, and no exponent."""
+    return f"{number:#.3g}" if number < 99.95 else f"{number:.0f}"
 
 
 def batches(rows: Rows) -> str:
@@ -337,14 +347,15 @@ def offload(rows: Rows) -> str:
 
 
 def tests(rows: Rows) -> str:
-    """Returns how many tests passed, by file, and what failed."""
+    """Returns how many tests passed, and what failed."""
     counted = [row for row in rows if "passed" in row]
-    names = ("passed", "failed", "skipped_tests")
-    lines = [(row["case"], *(str(row[name]) for name in names)) for row in counted]
-    if not lines:
+    if not counted:
         return ""
-    lines.append(("all", *(str(sum(row[name] for row in counted)) for name in names)))
-    return markdown_table(("file", "passed", "failed", "skipped"), lines) + left_out(rows)
+    passed, failed, skipped = (
+        sum(row[name] for row in counted) for name in ("passed", "failed", "skipped_tests")
+    )
+    files = "; ".join(row["case"] for row in counted)
+    return f"{passed} passed, {failed} failed, {skipped} skipped: {files}.{left_out(rows)}"
 
 
 def main() -> None:

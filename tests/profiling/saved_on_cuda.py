@@ -23,7 +23,7 @@
 | `LSTM(64, 64)` without cuDNN, 20×8×64 | 696,320 | 575,488 | Stack |
 
 Bytes are those of storages that autograd holds after a forward, inputs and parameters left out; the
-CPU's of an LSTM were measured with AVX-512. docs/cuda.md says what follows for a plan made without
+CPU's of an LSTM were measured with AVX-512. docs/gpu.md says what follows for a plan made without
 a GPU.
 """
 

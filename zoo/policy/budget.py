@@ -58,7 +58,7 @@ KEPT_STREAM = 2528 + 128
 NUMBERS = 64
 # parts of a device's memory that `"device"` leaves to gaps between blocks, with expandable segments
 # and without: on an H200 a step by a plan reserved 2 % more than it allocated, without 4 to 71 %, a
-# part of which the allocator releases where memory runs out (docs/cuda.md)
+# part of which the allocator releases where memory runs out (docs/gpu.md)
 FEW_GAPS, GAPS = 1 / 32, 1 / 8
 # the most plans of a kind in `trades`, since callers track a whole step for each
 MOST = 10

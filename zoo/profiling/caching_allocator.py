@@ -31,7 +31,7 @@ OWN_SEGMENT = 10 * MIB
 CUBLAS_WORKSPACE = (4096 * 2 + 16 * 8) << 10
 # blocks that share large segments lose one of so many bytes to rests, 0.3 MiB of each segment of
 # 20 MiB: an estimate, chosen by the recorded steps of tests/policy/recorded_steps.py, of which none
-# takes more than predicted with it (docs/cuda.md)
+# takes more than predicted with it
 RESTS = 64
 
 # from the bytes of a storage to those that an allocator counts for it
