@@ -30,8 +30,7 @@ TARGET = Path(__file__).parent / "api.md"
 HEADER = """\
 # API
 
-[Index](README.md) · [How it works](how-it-works.md) · [Exactness](exactness.md) ·
-[Myths](myths.md) · [Recipes](recipes.md)
+[Index](README.md) · [Guide](guide.md) · [Recipes](recipes.md) · [Exactness](exactness.md)
 
 All that `import zoo` gives. `python docs/api.py` writes this page from the docstrings.
 """

@@ -13,8 +13,8 @@ from tests.documents import ROOT, Snippet, anchor, leads_somewhere, prose, run, 
 from zoo._torch import OLDEST
 
 PAGES = (
-    *("budgets", "cuda-graphs", "distributed", "errors", "exactness", "guide", "how-it-works"),
-    *("language-models", "myths", "recipes"),
+    *("budgets", "cuda-graphs", "distributed", "exactness", "guide", "how-it-works"),
+    *("language-models", "recipes"),
 )
 LINKING = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
