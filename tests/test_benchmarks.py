@@ -91,6 +91,12 @@ def test_the_table_has_each_method_of_each_model_and_the_page_is_made_of_it(peer
     assert page == peers.page(said, lines), "run `python benchmarks/peers.py --page`"
 
 
+def test_the_page_of_models_is_made_of_its_table(peers):
+    models = importlib.import_module("models")
+    page = (ROOT / "docs" / "models.md").read_text("utf-8")
+    assert page == models.page(*models.read()), "run `python benchmarks/models.py --page`"
+
+
 def test_what_is_measured_becomes_lines_that_read_back(peers, monkeypatch, tmp_path):
     names = ("asked", "taken", "activations", "operations", "time", "start")
     cell = {**dict.fromkeys(names, 2**20), "status": "done", "bits": ""}
