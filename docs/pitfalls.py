@@ -4,6 +4,7 @@ A line `what | torch | zoo` of a test's docstring is a row of the page, whose la
 """
 
 import ast
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,17 +22,25 @@ cell was not tried. *exact* means the same bits as training without checkpointin
 docs/pitfalls.py` writes this page from the docstrings of the tests;
 [test_torch.py](../tests/engine/pitfalls/test_torch.py) runs two dozen of the programs with both.
 """
+# the files of a section, in its order
+PITFALLS = "engine/pitfalls"
 SECTIONS = {
-    "State that a forward updates": "statistics carried attributes runs state",
-    "What changes between forward and backward": "changes aliases",
-    "Randomness": "randomness",
-    "Settings and hooks": "ambient dispatch_keys hooks",
-    "Inputs, outputs and in-place writes": "structure layouts",
-    "Autograd": "autograd transforms inner_gradients",
-    "Processes, threads and compilers": (
-        "distributed groups replay lifecycle interrupts faults compile recording"
-    ),
-    "Models of other libraries": "exact libraries sizes checkpoint",
+    "State that a forward updates": [
+        f"{PITFALLS}/{name}" for name in ("statistics", "carried", "attributes", "runs", "state")
+    ],
+    "What changes between forward and backward": [f"{PITFALLS}/changes", f"{PITFALLS}/aliases"],
+    "Randomness": [f"{PITFALLS}/randomness"],
+    "Settings and hooks": [f"{PITFALLS}/ambient", "engine/dispatch_keys", f"{PITFALLS}/hooks"],
+    "Inputs, outputs and in-place writes": [f"{PITFALLS}/structure", f"{PITFALLS}/layouts"],
+    "Autograd": [f"{PITFALLS}/autograd", f"{PITFALLS}/transforms", "engine/inner_gradients"],
+    "Processes, threads and compilers": [
+        *(f"{PITFALLS}/distributed", "groups", "engine/replay", f"{PITFALLS}/lifecycle"),
+        *("engine/interrupts", "engine/faults", f"{PITFALLS}/compile", "engine/recording"),
+    ],
+    "Models of other libraries": [
+        *("tracing/exact", "tracing/lifecycle", "tracing/libraries", "policy/sizes"),
+        "api/checkpoint",
+    ],
 }
 ISSUES = {"pytorch": "pytorch/pytorch"}
 
@@ -42,30 +51,35 @@ def page() -> str:
     Raises:
         LookupError: a file has rows and no section.
     """
-    sections: dict[str, list[list[str]]] = {title: [] for title in SECTIONS}
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        rows = list(rows_of(path))
-        if rows:
-            sections[section_of(path)] += rows
-    return "\n".join((HEAD, *(f"## {title}\n\n{table(rows)}" for title, rows in sections.items())))
+    files = [file_of(name) for names in SECTIONS.values() for name in names]
+    with_rows = {path for path in (ROOT / "tests").rglob("test_*.py") if any(rows_of(path))}
+    if missing := with_rows.symmetric_difference(files):
+        raise LookupError(
+            f"SECTIONS of docs/pitfalls.py do not hold the files with rows: {missing}"
+        )
+    parts, held = [HEAD], []
+    for title, names in SECTIONS.items():
+        rows = []
+        found = itertools.chain.from_iterable(map(rows_of, map(file_of, names)))
+        for what, torch, zoo, test in found:
+            if torch == "exact":
+                held.append(f"- {what}{'' if zoo == torch else f' ({zoo})'}: {test}\n")
+            else:
+                rows.append([what, torch, zoo, test])
+        parts.append(f"## {title}\n\n{table(rows)}")
+    return "\n".join((*parts, f"## Exact with torch, too\n\n{''.join(held)}"))
+
+
+def file_of(name: str) -> Path:
+    """Returns the file that `engine/recording` names: tests/engine/test_recording.py."""
+    folder, _, stem = name.rpartition("/")
+    return ROOT / "tests" / folder / f"test_{stem}.py"
 
 
 def table(rows: Iterable[Iterable[str]]) -> str:
     """Writes a table of words: every column begins at the left."""
     head = ("what", "torch", "zoo", "test"), ("---",) * 4
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (*head, *rows))
-
-
-def section_of(path: Path) -> str:
-    """Returns the title of the section that names a file.
-
-    Raises:
-        LookupError: none does.
-    """
-    for title, names in SECTIONS.items():
-        if path.stem.removeprefix("test_") in names.split():
-            return title
-    raise LookupError(f"{path} has rows; name it in SECTIONS of docs/pitfalls.py")
 
 
 def rows_of(path: Path) -> Iterator[list[str]]:

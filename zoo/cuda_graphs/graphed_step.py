@@ -340,12 +340,10 @@ def make_graphed_step(
     captured, and from then on the graph is replayed without Python. A rare kind, such as the last
     batch of an epoch, runs eagerly. Eight graphs are kept, in one pool of memory.
 
-    Before each replay all is compared that Python may have read: values of the optimizer, `train()`
-    and `eval()`, requires_grad, addresses of parameters and gradients, hooks, plans, variables of
-    the step. Where something differs, the call runs eagerly, and calls that stay so are captured
-    anew. A learning rate that changes in each step has to be a tensor on the device, which
-    schedulers fill: AdamW takes one with `capturable=True`, SGD with `fused=True`. Random numbers
-    of the device advance as in eager steps.
+    Before each replay all is compared that Python may have read; where it differs, the call runs
+    eagerly (docs/cuda-graphs.md). A learning rate that changes in each step has to be a tensor on
+    the device, which schedulers fill: AdamW takes one with `capturable=True`, SGD with
+    `fused=True`. Random numbers of the device advance as in eager steps.
 
     The batch is on the device; what is returned is detached, and no later call changes it. On a
     device without graphs the step runs as it is.
