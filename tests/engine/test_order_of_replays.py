@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from tests.documents import ROOT
+from tests.training import plain
 
 PAGE = (ROOT / "docs" / "how-it-works.md").read_text("utf-8")
 DRAWN = re.findall(
@@ -70,3 +72,14 @@ def test_a_plan_runs_as_it_is_drawn(
 
 def test_three_plans_are_drawn() -> None:
     assert len(DRAWN) == 3
+
+
+def test_a_replay_leaves_out_the_product_that_ends_a_segment() -> None:
+    model, x = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)), torch.rand(8, 64)
+
+    def operations(call: Any) -> int:
+        with FlopCounterMode(display=False) as counter:
+            call(model, x).sum().backward()
+        return counter.get_total_flops()
+
+    assert operations(zoo.recompute) == operations(plain)
