@@ -395,13 +395,11 @@ TORCH = "https://docs.pytorch.org/docs/stable/checkpoint.html"
 COMPILE = "https://pytorch.org/blog/activation-checkpointing-techniques/"
 TRANSFORMERS = "https://huggingface.co/docs/transformers/grad_checkpointing"
 SWITCHES = {
-    "timm's own switch, `set_grad_checkpointing()`": (
+    "set_grad_checkpointing": (
         "https://github.com/huggingface/pytorch-image-models/blob/main/timm/models/_manipulate.py"
     ),
-    "torchvision's own switch, `memory_efficient=True`": (
-        "https://docs.pytorch.org/vision/stable/models/densenet.html"
-    ),
-    "transformers' own switch, `activation_checkpointing_enable()`": TRANSFORMERS,
+    "memory_efficient": "https://docs.pytorch.org/vision/stable/models/densenet.html",
+    "activation_checkpointing_enable": TRANSFORMERS,
 }
 HOOKS = "https://docs.pytorch.org/docs/stable/autograd.html#saved-tensors-hooks"
 FAIRSCALE = "https://github.com/facebookresearch/fairscale"
@@ -691,8 +689,6 @@ def page(said: str, lines: list[Line]) -> str:
         "## What does not run here",
         NOT_HERE,
         missing(lines),
-        "## Sources",
-        sources(),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -748,10 +744,11 @@ def kept(result: Mapping[str, Any], plain: Mapping[str, Any], method: Method) ->
     return bool(result["activations"] <= method.share * plain["activations"])
 
 
-BESIDE = """\
-*Switch* is the library's own, `torch.utils.checkpoint` of each block where it has none; then zoo by
-`checkpoint=True`, and within the bytes that the switch took. Each cell: share of plain training's
-peak, operations, time, and *differs* where bits do."""
+BESIDE = (
+    "*Switch* is the library's own ({switches}), `torch.utils.checkpoint` of each block where it "
+    "has none; then zoo by `checkpoint=True`, and within the bytes that the switch took. Cells are "
+    "share of plain training's peak, operations, time, and *differs* where bits do."
+).format(switches=", ".join(f"[`{name}`]({link})" for name, link in SWITCHES.items()))
 IN_SHORT = """\
 Medians over the models that a method trains. Their numbers differ, so that rows compare only as far
 as the models are the same."""
@@ -760,30 +757,27 @@ as the models are the same."""
 def at_their_memory(lines: list[Line]) -> tuple[str, str]:
     """Says how zoo compares within the bytes that a peer took, and draws a row for each model."""
     cells = {(line["model"], line["method"]): line for line in lines}
-    rows, counts, faster, fewer = [], 0, 0, 0
+    rows: list[tuple[str, ...]] = []
+    less: dict[str, list[bool]] = {"time": [], "operations": []}
     for model in dict.fromkeys(line["model"] for line in lines if line["model"]):
         peer = OWN if (model, OWN) in cells else BY_BLOCK
         within = cells.get((model, f"zoo, at the memory of {peer}"))
         switch = cells.get((model, peer))
         if switch is None or within is None or within["error"]:
             continue
-        counts += 1
-        faster += is_less(within, switch, "time")
-        fewer += is_less(within, switch, "operations")
+        for column, known in less.items():
+            if within[column] and switch[column]:
+                known.append(float(within[column]) < float(switch[column]))
         true = cells[model, "zoo, True"]
         plain, size = cells[model, "plain"]["taken"], switch["size"]
         rows.append((f"{model} ({size})", plain, *map(drawn, (switch, true, within))))
     wrong = sum("differs" in row[2] for row in rows)
+    time, operations = (f"{sum(known)} of {len(known)}" for known in less.values())
     return (
-        f"At the memory of a library's own switch zoo takes less time in {faster} of {counts} "
-        f"models and fewer operations in {fewer}. It changes no bit; the switch does in {wrong}.",
+        f"At the memory of a library's own switch zoo takes less time in {time} models and fewer "
+        f"operations in {operations}. It changes no bit; the switch does in {wrong}.",
         words_table(("model", "plain", "switch", "zoo, True", "zoo, its memory"), rows),
     )
-
-
-def is_less(own: Line, their: Line, column: str) -> bool:
-    """Returns whether a number is known in both lines and the first is less."""
-    return bool(own[column] and their[column]) and float(own[column]) < float(their[column])
 
 
 def drawn(line: Line) -> str:
@@ -800,7 +794,7 @@ def words_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def summary(lines: list[Line]) -> str:
     """Returns a row for each method: medians over the models that it trains, if several."""
     rows = []
-    for name in METHODS:
+    for name, method in METHODS.items():
         own = [line for line in lines if line["model"] and line["method"] == name]
         done = [line for line in own if not line["error"]]
         # one model's number beside a median of ten compares the models
@@ -814,7 +808,7 @@ def summary(lines: list[Line]) -> str:
             for key in ("of plain", "operations", "time", "to start")
         ]
         rows.append((
-            name,
+            linked(name, method.source),
             f"{len(done)} of {len(own)}" + (f", {refused} refused" if refused else ""),
             str(sum(line["bits"] == "equal" for line in done)),
             f"{within} of {len(done)}" if has_budget else "",
@@ -825,6 +819,10 @@ def summary(lines: list[Line]) -> str:
         ))  # fmt: skip
     head = ("method", "trains", "equal", "budget kept", "of plain", "operations", "time")
     return words_table((*head, "to start"), rows)
+
+
+def linked(name: str, source: str) -> str:
+    return f"[{name}]({source})" if source else name
 
 
 def public(lines: list[Line]) -> str:
@@ -889,21 +887,15 @@ imports and then asks for an NVIDIA driver."""
 def missing(lines: list[Line]) -> str:
     """Returns the errors of what did not train any model."""
     failed = [line for line in lines if line["error"] and not line["error"].startswith("refused")]
-    names = (line["method"] + (f" ({line['model']})" if line["model"] else "") for line in failed)
+    known = {name: method.source for name, method in METHODS.items()}
+    known |= {name: source for name, (_, source) in OTHERS.items()}
+    names = (
+        linked(line["method"], known[line["method"]])
+        + (f" ({line['model']})" if line["model"] else "")
+        for line in failed
+    )
     errors = (line["error"].removeprefix("failed: ") for line in failed)
     return words_table(("what", "its error"), list(zip(names, errors, strict=True)))
-
-
-def sources() -> str:
-    links = {name: method.source for name, method in METHODS.items() if method.source} | SWITCHES
-    links |= {name: source for name, (_, source) in OTHERS.items()}
-    names: dict[str, list[str]] = {}
-    for name, link in links.items():
-        # one name for all budgets
-        names.setdefault(link, []).append(name.partition(", ")[0] if link == COMPILE else name)
-    return "\n".join(
-        f"- <{link}>: {'; '.join(dict.fromkeys(found))}" for link, found in names.items()
-    )
 
 
 def main() -> None:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import nn
+
 import zoo
 from zoo.catalog.factories import OPTIONS, list_models, model_arguments
 
@@ -183,7 +185,7 @@ def _entry(name: str, value: Any) -> Iterator[str]:
     if not inspect.isclass(value):
         yield f"```python\n{name}{_signature(value)}\n```"
     yield markdown(inspect.getdoc(value) or "")
-    if inspect.isclass(value):
+    if inspect.isclass(value) and not issubclass(value, nn.Module):
         members = dict(_members(value))
         own = [f"- {_member(key, found)}" for key, found in members.items() if key not in SHARED]
         if own:

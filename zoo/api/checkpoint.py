@@ -58,35 +58,28 @@ def checkpoint(
     holds from the next one on. An option that saves nothing says so by a warning.
 
     A plan serves inputs of the size that it was made for, smaller ones, and those up to twice as
-    large; for a budget in bytes there are more plans for these, and a forward that makes tensors
-    for which its plan has no room goes on by the next. Other inputs are planned for when they come,
-    up to 8 times for arguments that differ in sizes alone. A training that has begun goes on, with
-    a warning: by the plan of the least peak where none keeps to the budget, and block by block
-    where none is known. A share, an overhead and the least peak are those of the size that was
-    planned for. A report is refused for inputs by which it breaks its budget.
+    large; others are planned for when they come, up to 8 times for arguments that differ in sizes
+    alone. A training that has begun goes on, with a warning: by the plan of the least peak where
+    none keeps to the budget, and block by block where none is known. A report is refused for inputs
+    by which it breaks its budget.
 
     Args:
         model: any module; a pickle of it holds the option, too.
         inputs: plans now, for these; under the autocast that the training has, if any.
         steps: names of modules that count as blocks, `["encoder.layers.*"]`.
-        optimizer, loss, accumulates, holds_outputs: what a budget counts beside the model, as in
-            `zoo.plan`. The optimizer is assumed to be the one that steps in the backward, or AdamW,
-            with a warning. The loss is called with fake outputs of each new size of inputs, so it
-            makes its targets of their size.
-        offload: what segments start from lies on the host until the backward, copied beside the
-            kernels; on the CPU the host is a memory-mapped file. Tensors of less than 64 KiB and
-            what something else holds stay on the device.
-        host_budget: the most that lies there, in bytes or as "8GiB"; in mid-training the rest stays
-            on the device.
+        optimizer, loss, accumulates, holds_outputs: as in `zoo.plan`. The optimizer is assumed to
+            be the one that steps in the backward, or AdamW, with a warning. The loss is called with
+            fake outputs of each new size, and makes targets of that size.
+        offload: what segments start from lies on the host until the backward; on the CPU in a
+            memory-mapped file. Tensors of less than 64 KiB and what something else holds stay.
+        host_budget: the most that lies there, in bytes or as "8GiB".
 
     Raises:
-        ArgumentError: no such option, no module, one without a forward of its own, a model that
-            checkpoints itself; at the first forward, more segments than blocks, or a budget or plan
-            for a forward that needs data of a real step.
-        BudgetError: at the first forward: no plan keeps to the budget, or copies no more to the
-            host than `host_budget`.
-        PlanError: a malformed plan; at the first forward, one that does not fit. In the place of a
-            report's the model goes block by block, with a warning.
+        ArgumentError: no such option, a model that checkpoints itself or has no forward; at the
+            first forward, more segments than blocks, or a budget for a forward that needs real
+            data.
+        BudgetError: at the first forward, no plan keeps to the budget or to `host_budget`.
+        PlanError: a malformed plan; at the first forward, one that does not fit.
     """
     if checkpoint is None:
         checkpoint = True if memory_budget is None and max_overhead is None else "auto"

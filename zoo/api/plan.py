@@ -112,9 +112,8 @@ def frontier(
 ) -> Frontier:
     """Returns the best plans by rising peak and falling time, then the classic schemes.
 
-    Each point has `peak`, `time_ratio`, `plan` and `name`; `Frontier` draws and writes them.
-    Arguments and errors are those of `plan`. Ctrl-C raises `Interrupted`, a KeyboardInterrupt whose
-    `found` is the `Frontier` of the plans found so far, once there are some.
+    Each point has `peak`, `time_ratio`, `plan` and `name`. Arguments and errors are those of
+    `plan`. Ctrl-C raises `Interrupted`, whose `found` is the `Frontier` so far.
     """
     optimal_planner()
     return planner_for(

@@ -79,7 +79,7 @@ def track(
 class Anatomy:
     """The timelines of one training step: of the baseline, and with the plan if there is one.
 
-    `savings` says in sentences what a plan can save of the step, and what holds the rest.
+    `savings` are sentences: what a plan can save of the step, and what holds the rest.
     """
 
     baseline: Timeline

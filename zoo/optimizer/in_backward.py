@@ -153,9 +153,9 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "OptimizerI
             optimizer.step()              # checks that all is as it would be without
             optimizer.zero_grad()
 
-    Weights, optimizer state, its `state_dict` and schedulers are bit for bit those of the same loop
-    without this call; a few gradients exist at once in place of all. `.grad` of an updated
-    parameter is a tensor of the same shape without numbers or memory, whose use raises.
+    Weights, optimizer state and schedulers are bit for bit those of the same loop without this
+    call; a few gradients exist at once in place of all. `.grad` of an updated parameter has no
+    numbers, and its use raises.
 
     After an exception in a backward, `updated` of the handle names the parameters that have taken
     the step. All calls raise until weights and optimizer state are loaded and `reset()` is called.
@@ -178,10 +178,9 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "OptimizerI
     Raises:
         ArgumentError: no module, no optimizer, or one that steps in the backward already.
         OptimizerError: the optimizer looks at several parameters at once (LBFGS), takes a closure,
-            or gradients are combined after the backward (DistributedDataParallel, the older
-            FullyShardedDataParallel). Later: float16 autocast, whose GradScaler scales gradients;
-            a second backward before `step()`; a weight or a learning rate that is changed
-            between the two; `create_graph=True`; any use of a gradient that was freed.
+            or gradients are combined after the backward (DDP, FSDP1). Later: a GradScaler; a second
+            backward before `step()`; a weight or learning rate changed between the two;
+            `create_graph=True`; use of a freed gradient.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"optimizer_in_backward needs a module; got {shortened(model)}")

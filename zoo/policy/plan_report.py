@@ -147,16 +147,12 @@ class PlanReport:
             of the states between steps only.
         fixed: bytes that no plan changes.
         at_peak: `predicted_peak` by category.
-        flops: operations of the forward; `recomputed_flops` are those that are recomputed.
-        names: of the steps.
-        blocks: for each step, the number of its block.
-        saved: for each step, the bytes that it is the first to save.
+        flops, recomputed_flops: operations of the forward, and those that are recomputed.
+        names, blocks, saved: for each step, its name, its block's number, the bytes that it is the
+            first to save.
         title: the model and its inputs.
         kernels_measured: whether each kind of kernel was measured, so that kernel workspaces count.
-        device: the one that it was made for, by its maker's name.
-        optimizer: the class of the optimizer that is counted; "" for none.
-        accumulates: whether gradients of earlier backwards are counted.
-        holds_outputs: whether what the model returns is counted until the backward is over.
+        device, optimizer, accumulates, holds_outputs: what it was made for.
         offloaded: bytes that the host holds until the backward, beside all others.
         format: how the steps are numbered.
     """
