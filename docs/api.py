@@ -27,7 +27,8 @@ HEADER = """\
 All that `import zoo` gives, by task. `python docs/api.py` writes this page from the docstrings; the
 types of arguments stand in the source. Bytes are ints, times seconds. *Inputs* are a tensor, a
 tuple of arguments or a dict of keyword arguments, real or on the meta device. An argument without
-an explanation means what it does in [`zoo.plan`](#zooplan).
+an explanation means what it does in [`zoo.plan`](#zooplan). Every function raises `ArgumentError`
+for what it does not take: the cases stand in its docstring.
 """
 
 
@@ -242,6 +243,8 @@ def _first(value: Any) -> str:
 def markdown(docstring: str) -> str:
     """Turns a docstring's sections (`Raises:`) into lists; all else is Markdown already."""
     docstring = re.sub(r"\n {4}[\w, ]+: (?:that|those) of `zoo\.plan`\.(?=\n)", "", docstring)
+    docstring = re.sub(r"\n {4}ArgumentError: .+(?:\n {8}.+)*", "", docstring)
+    docstring = re.sub(r"Raises:\s*\Z", "", docstring)
     return re.sub(
         r"^(\w+):\n((?:(?: {4}.*)?\n?)+)",
         lambda found: f"{found[1]}:\n\n{_items(found[2])}\n\n",
