@@ -3,38 +3,36 @@
     python benchmarks/models.py                      # the table below, random weights, small inputs
     python benchmarks/models.py resnet50 gpt2        # some of it
     python benchmarks/models.py --count 50           # so many small ones drawn from timm's list
-    python benchmarks/models.py --write              # both tables into docs/models.md; an
+    python benchmarks/models.py --write              # into docs/models.csv and docs/models.md; an
                                                      # interrupted run goes on where it stopped
+    python benchmarks/models.py --page               # docs/models.md from the CSV as it is
 
 Each model trains two steps plainly and two by `checkpoint=True`; outputs, gradients, parameters,
-buffers and the random state are compared bit for bit. The first number is the peak of the
-activations in a step, over that of plain training, as the allocator counts it; the second the
-floating point operations of a step beyond those of plain training, over these. The library's own
-switch, where it has one, stands beside `checkpoint=True` and beside the plan of fewest operations
-that is measured to take no more memory than the switch.
+buffers and the random state are compared bit for bit. In a cell the first number is the peak of
+activations over that of plain training, as the allocator counts it; the second the floating point
+operations of a step beyond those of plain training, over these.
 
-A budget: the planner is given the bytes half way between the least peak of a whole step (parameters
-and gradients among them) and that of plain training, and a step by its plan is measured. The first
-number is the peak over the budget, the second its operations beyond those of plain training.
+- *switch*: the library's own checkpointing, where it has any.
+- *at its memory*: the plan of fewest operations that is measured to take no more than the switch.
+- *a budget*: half way between the least peak of a whole step and plain training's; the first number
+  is the peak over the budget.
 
-`True` asks for the least peak of the whole step and recomputes no more than that takes. So it keeps
-more activations where weights, their gradients and kernels' workspaces outweigh them, as in
-`r3d_18` on 4×32×32: at the peak 2.8 MiB are activations, 6.8 MiB a workspace, 253 MiB weights and
-their gradients (`zoo anatomy torchvision.models.video.r3d_18 --input 1,3,4,32,32 --device cpu
---optimizer none`).
-
-`blocks` in the place of a number of steps: the forward cannot be planned for, and each block is a
-segment. `refused` gives the reason.
+`True` asks for the least peak of the whole step, so it keeps more activations where weights, their
+gradients and kernels' workspaces outweigh them, as in `r3d_18` on 4×32×32: at the peak 2.8 MiB are
+activations, 6.8 MiB a workspace, 253 MiB weights and gradients.
 """
 
 import argparse
 import contextlib
 import copy
+import csv
 import functools
 import gc
+import io
 import json
 import math
 import random
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -475,11 +473,10 @@ def with_weights(model: nn.Module, other: nn.Module) -> nn.Module:
     return model
 
 
-HEAD = (
-    "| model | library | steps | its own switch | `True` | at the switch's memory | a budget "
-    "| exact |",
-    "| --- | --- | --- | --- | --- | --- | --- | --- |",
-)
+COLUMNS = ("model", "library", "steps", "switch", "True", "at its memory", "a budget", "exact")
+HEAD = (f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|")
+DOCS = Path(__file__).parents[1] / "docs"
+TABLE, PAGE = DOCS / "models.csv", DOCS / "models.md"
 
 
 def tried(subject: Subject, budget: bool) -> list[str]:
@@ -497,24 +494,25 @@ def tried(subject: Subject, budget: bool) -> list[str]:
 
 def table(
     chosen: Iterable[Subject], budget: bool, known: Mapping[Any, list[str]]
-) -> tuple[list[str], list[str]]:
-    """Prints a table line by line; returns its lines, and the verdicts."""
-    lines, verdicts, rows = list(HEAD), [], []
+) -> list[list[str]]:
+    """Prints a table line by line and returns its rows."""
+    rows = []
     print("\n".join(HEAD), flush=True)
     for subject in chosen:
         cells = known.get((subject.library, subject.name, budget)) or tried(subject, budget)
         rows.append(cells)
-        lines.append("| " + " | ".join(cells) + " |")
-        print(lines[-1], flush=True)
-        verdicts.append(cells[-1])
+        print("| " + " | ".join(cells) + " |", flush=True)
         gc.collect()
-    verdicts = [verdict for verdict in verdicts if "not deterministic" not in verdict]
-    exact = verdicts.count("yes")
-    lines += ["", f"{exact} of {len(verdicts)} exact ({exact / max(len(verdicts), 1):.0%})."]
-    if budget:
-        lines[-1] += f" {summary(rows)}"
-    print("\n".join(lines[-2:]), flush=True)
-    return lines, verdicts
+    print(f"\n{exactness(rows)} {summary(rows)}" if budget else f"\n{exactness(rows)}", flush=True)
+    return rows
+
+
+def exactness(rows: Sequence[Sequence[str]]) -> str:
+    """Says how many models are exact, and names those that are not."""
+    verdicts = [row for row in rows if "not deterministic" not in row[-1]]
+    wrong = [f"{row[0]} ({row[-1]})" for row in verdicts if row[-1] != "yes"]
+    said = f"{len(verdicts) - len(wrong)} of {len(verdicts)} exact"
+    return f"{said}, but: {'; '.join(wrong)}." if wrong else f"{said}."
 
 
 def earlier() -> dict[Any, list[str]]:
@@ -542,27 +540,52 @@ def _numbers(cell: str) -> tuple[float, ...]:
     return tuple(map(float, cell.replace("%", "").split(", "))) if "," in cell else ()
 
 
-def write(tables: Sequence[Sequence[str]]) -> None:
-    """Writes what tables there are into docs/models.md."""
-    legend = __doc__[__doc__.index("Each model trains") :].strip()
+def origin() -> str:
+    """Says with what the rows were measured."""
     names = ("torch", "torchvision", "timm", "transformers", "monai")
     versions = ", ".join(f"{name} {version(name)}" for name in names)
+    return f"Measured on a CPU, one thread ({versions})."
+
+
+def write(said: Sequence[str], tables: Sequence[Sequence[Sequence[str]]]) -> None:
+    """Writes the CSV: tables one below the other, each with a comment where it is from."""
+    with TABLE.open("w", newline="") as file:
+        for words, rows in zip(said, tables, strict=True):
+            file.write(f"# {words}\n")
+            csv.writer(file, lineterminator="\n").writerows((COLUMNS, *rows))
+
+
+def read() -> tuple[list[str], list[list[list[str]]]]:
+    """Reads what `write` wrote."""
+    parts = re.split(r"^# (.+)\n", TABLE.read_text(), flags=re.MULTILINE)[1:]
+    tables = [list(csv.reader(io.StringIO(part)))[1:] for part in parts[1::2]]
+    return parts[::2], tables
+
+
+def page(said: Sequence[str], tables: Sequence[Sequence[Sequence[str]]]) -> str:
+    """Returns the document: a section for each library, and what the drawn models came to."""
+    rows = tables[0]
     parts = [
         "# Other libraries' models",
-        f"`python benchmarks/models.py --write` wrote this, on a CPU, one thread ({versions}).",
-        legend,
-        "\n".join(tables[0]),
+        "[Index](README.md) · [Benchmarks](benchmarks.md) · [Guide](guide.md)",
+        f"{exactness(rows)} {summary(rows)} {said[0]} `python benchmarks/models.py --write` "
+        "measures anew; every row is in [models.csv](models.csv).",
+        __doc__[__doc__.index("Each model trains") :].strip(),
     ]
-    for drawn in tables[1:]:
+    shown = [
+        COLUMNS.index(name) for name in ("model", "switch", "True", "at its memory", "a budget")
+    ]
+    for library in dict.fromkeys(row[1] for row in rows):
+        lines = [COLUMNS, ["---"] * len(COLUMNS), *(row for row in rows if row[1] == library)]
+        cells = ([line[index] for index in shown] for line in lines)
+        parts += [f"## {library}", "\n".join(f"| {' | '.join(line)} |" for line in cells)]
+    for words, others in zip(said[1:], tables[1:], strict=True):
         parts += [
             "## Small models of timm",
             "Drawn from `timm.list_models()`: of each family at most two, up to 8 million weights. "
-            "In this table `True` was measured by an earlier version, which minimized the peak of "
-            "the activations alone.",
-            "\n".join(drawn),
+            f"{exactness(others)} {words}",
         ]
-    target = Path(__file__).parents[1] / "docs" / "models.md"
-    target.write_text("\n\n".join(parts) + "\n")
+    return "\n\n".join(parts) + "\n"
 
 
 def main() -> int:
@@ -571,8 +594,12 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="models of the table; all if none")
     parser.add_argument("--count", type=int, default=0, help="small models of timm instead")
     parser.add_argument("--write", action="store_true", help="all into docs/models.md")
+    parser.add_argument("--page", action="store_true", help="write docs/models.md from the CSV")
     parser.add_argument("--fresh", action="store_true", help=f"try again what is in {RESULTS}")
     given = parser.parse_args()
+    if given.page:
+        PAGE.write_text(page(*read()))
+        return 0
     warnings.simplefilter("ignore")
     # what kernels allocate inside depends on it
     torch.set_num_threads(1)
@@ -582,14 +609,14 @@ def main() -> int:
         wanted.append(([s for s in subjects() if s.name in (given.names or [s.name])], True))
     if given.write or given.count:
         wanted.append((drawn(given.count or DRAWN), False))
-    tables, verdicts = [], []
+    tables: list[list[list[str]]] = []
     for chosen, budget in wanted:
-        lines, found = table(chosen, budget, known)
-        tables.append(lines)
-        verdicts += found
+        tables.append(table(chosen, budget, known))
         if given.write:
-            write(tables)
-    return int(any(verdict.startswith("no:") for verdict in verdicts))
+            said = [origin()] * len(tables)
+            write(said, tables)
+            PAGE.write_text(page(said, tables))
+    return int(any(row[-1].startswith("no:") for rows in tables for row in rows))
 
 
 if __name__ == "__main__":

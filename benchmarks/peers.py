@@ -1,7 +1,7 @@
 """Ways to train in less memory, side by side: what each was asked for, takes, costs and changes.
 
     OMP_NUM_THREADS=1 python benchmarks/peers.py                  # prints docs/benchmarks.md
-    OMP_NUM_THREADS=1 python benchmarks/peers.py --write          # writes it
+    OMP_NUM_THREADS=1 python benchmarks/peers.py --write          # writes it and its CSV
     OMP_NUM_THREADS=1 python benchmarks/peers.py --models LSTM    # some of it
 
 It needs the `test` extra. An interrupted run goes on where it stopped; `--fresh` begins anew. Peers
@@ -9,23 +9,21 @@ that are installed take part, those of `OTHERS` too, which do not train here and
 
 Each cell is a training in a process of its own, beside a plain one from the same weights and seeds:
 
-- `asked`: a budget in bytes of the whole step. `torch.compile` is asked for a share of the saved
-  activations and promises nothing about a peak; the bytes beside it are plain training's peak less
-  the other share of its activations, which is what zoo is asked for under the same number.
-- `taken`: the allocator's peak of the third step, weights, gradients and optimizer state among it,
-  and its share of plain training's; `activations` are the same without those.
-- `operations`: floating point operations of a step over those of plain training, counted by a
-  dispatch mode: products, convolutions, attention, LSTMs. Norms and activations count nothing.
-- `time`: CPU seconds of a step over those of a plain one beside it: median of interleaved rounds.
-  The row `plain` is plain beside plain, and shows the noise.
-- `bits`: whether loss, gradients, buffers, parameters and random state are the plain ones, bit for
-  bit, after each of three steps; if not, the first that differs, and by how much.
-- `to start`: CPU seconds until the second step is done beyond those of two later steps: imports,
-  planning, compiling.
+- *of plain*: the allocator's peak of the third step, with weights, gradients and optimizer state,
+  over plain training's; *activations* are the same without those.
+- *operations*: floating point operations of a step over plain training's: products, convolutions,
+  attention, LSTMs. Norms and activation functions count nothing.
+- *time*: CPU seconds of a step over those of a plain one beside it, median of interleaved rounds.
+- *bits*: whether loss, gradients, buffers, parameters and random state are the plain ones, bit for
+  bit, after each of three steps; if not, the first that differs.
+- *to start*: CPU seconds until the second step is done beyond those of two later steps.
+- *budget*: bytes of the whole step. `torch.compile` is asked for a share of the saved activations
+  and promises no peak; zoo is asked for the bytes that this share leaves of plain training's peak.
 """
 
 import argparse
 import contextlib
+import csv
 import json
 import math
 import os
@@ -37,7 +35,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -74,13 +72,13 @@ from zoo.harness.processes import outcome
 from zoo.profiling.kernel_costs import flop_formulas
 from zoo.profiling.peak_memory import measure_step
 from zoo.profiling.tensor_spec import tensors_in
-from zoo.report.escaping import markdown_table
 from zoo.tracing.switches import turn_transformers
 from zoo.units import format_bytes
 from zoo.verification.state_comparison import Record, first_difference, record
 
 STEPS, ROUNDS, TIMEOUT = 3, 3, 1800.0
 RESULTS, PAGE = Path("results/peers.jsonl"), Path(__file__).parents[1] / "docs" / "benchmarks.md"
+TABLE = PAGE.with_suffix(".csv")
 Loss = Callable[[Any], Tensor]
 Built = tuple[nn.Module, tuple[Any, ...], dict[str, Any], Loss]
 Rows = list[tuple[nn.Module, list[nn.Module]]]
@@ -397,13 +395,11 @@ TORCH = "https://docs.pytorch.org/docs/stable/checkpoint.html"
 COMPILE = "https://pytorch.org/blog/activation-checkpointing-techniques/"
 TRANSFORMERS = "https://huggingface.co/docs/transformers/grad_checkpointing"
 SWITCHES = {
-    "timm's own switch, `set_grad_checkpointing()`": (
+    "set_grad_checkpointing": (
         "https://github.com/huggingface/pytorch-image-models/blob/main/timm/models/_manipulate.py"
     ),
-    "torchvision's own switch, `memory_efficient=True`": (
-        "https://docs.pytorch.org/vision/stable/models/densenet.html"
-    ),
-    "transformers' own switch, `activation_checkpointing_enable()`": TRANSFORMERS,
+    "memory_efficient": "https://docs.pytorch.org/vision/stable/models/densenet.html",
+    "activation_checkpointing_enable": TRANSFORMERS,
 }
 HOOKS = "https://docs.pytorch.org/docs/stable/autograd.html#saved-tensors-hooks"
 FAIRSCALE = "https://github.com/facebookresearch/fairscale"
@@ -625,31 +621,75 @@ def asked_bytes(method: Method, model: str, known: Known) -> int | None:
     return int(plain["taken"] - (1 - method.share) * plain["activations"])
 
 
-def page(models: Iterable[str], known: Known) -> str:
-    """Returns the document."""
-    models = [model for model in models if (model, "plain") in known]
+COLUMNS = (
+    *("model", "size", "method", "asked", "taken", "of plain", "activations", "operations"),
+    *("time", "bits", "to start", "budget kept", "error"),
+)
+Line = dict[str, str]
+
+
+def lines_of(models: Iterable[str], known: Known) -> list[Line]:
+    """Returns a line of the CSV for each cell, and one for each of `OTHERS`."""
+    lines = []
+    for model in (model for model in models if (model, "plain") in known):
+        plain = known[model, "plain"]
+        for name in (name for name in methods_of(model) if (model, name) in known):
+            cells = shown(known[model, name], plain, METHODS[name])
+            lines.append({"model": model, "size": MODELS[model].size, "method": name} | cells)
+    for name in (name for name in OTHERS if ("", name) in known):
+        lines.append({"method": name, "error": short(known["", name].get("reason", "runs"), 160)})
+    return [dict.fromkeys(COLUMNS, "") | line for line in lines]
+
+
+def origin() -> str:
+    """Says where and with what the cells were measured: the first line of the CSV."""
     processor = proc_entry("cpuinfo", "model name") or platform.machine()
     found = {name: installed(name) for name in PACKAGES}
     versions = ", ".join(f"{name} {found[name]}" for name in found if found[name])
-    legend = __doc__[__doc__.index("Each cell is") :].strip()
-    parts = [
-        "# Benchmarks: what people use, side by side",
-        "`OMP_NUM_THREADS=1 python benchmarks/peers.py --write` wrote this, on "
-        f"{os.cpu_count()} cores ({processor}), a thread each, no GPU, with "
+    return (
+        f"Measured on {os.cpu_count()} cores ({processor}), a thread each, no GPU, with "
         f"{os.getloadavg()[2]:.0f} processes at work; Python {platform.python_version()}, "
-        f"{versions}.",
+        f"{versions}."
+    )
+
+
+def write_table(said: str, lines: Iterable[Line]) -> None:
+    """Writes the CSV: a comment that says where it is from, then a line for each cell."""
+    with TABLE.open("w", newline="") as file:
+        file.write(f"# {said}\n")
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+def read_table() -> tuple[str, list[Line]]:
+    with TABLE.open(newline="") as file:
+        return file.readline().removeprefix("# ").strip(), list(csv.DictReader(file))
+
+
+def page(said: str, lines: list[Line]) -> str:
+    """Returns the document that a table makes: what stands in its lines, and no more."""
+    legend = __doc__[__doc__.index("Each cell is") :].strip()
+    won, beside = at_their_memory(lines)
+    parts = [
+        "# Benchmarks",
+        "[Index](README.md) · [Comparison](comparison.md) · [Models](models.md) · "
+        "[On a GPU](gpu.md)",
+        f"{won} Every cell is in [benchmarks.csv](benchmarks.csv).",
+        f"{said} `OMP_NUM_THREADS=1 python benchmarks/peers.py --write` measures it anew.",
         legend,
-        "## In short",
+        "## At the memory of each library's own switch",
+        BESIDE,
+        beside,
+        "## Each method",
         IN_SHORT,
-        summary(models, known),
-        at_their_memory(models, known),
+        summary(lines),
         "## Two public cases of budgets",
-        public(models, known),
-        "## Each model",
+        public(lines),
+        "## What does not run here",
+        NOT_HERE,
+        missing(lines),
     ]
-    for model in models:
-        parts += [f"### {model}", f"{MODELS[model].size}.", rows_of(model, known)]
-    parts += ["## What does not run here", NOT_HERE, missing(known), "## Sources", sources()]
     return "\n\n".join(parts) + "\n"
 
 
@@ -658,21 +698,6 @@ def installed(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-HEAD = ("asked", "taken", "of plain", "activations", "operations", "time", "bits", "to start")
-# until the same command goes on
-NOT_RUN = ["", "not run yet", *[""] * 6]
-
-
-def rows_of(model: str, known: Known) -> str:
-    """Returns the table of a model."""
-    rows = []
-    for name in methods_of(model):
-        result, plain = known.get((model, name)), known[model, "plain"]
-        cells = NOT_RUN if result is None else shown(result, plain, METHODS[name])
-        rows.append((shown_name(name, model), *cells))
-    return markdown_table(("method", *HEAD), rows)
 
 
 def methods_of(model: str) -> list[str]:
@@ -684,27 +709,24 @@ def methods_of(model: str) -> list[str]:
     ]
 
 
-def shown_name(name: str, model: str) -> str:
-    library = MODELS[model].size.partition(",")[0]
-    return name.replace("the library's", f"{library}'" if library.endswith("s") else f"{library}'s")
-
-
-def shown(result: Mapping[str, Any], plain: Mapping[str, Any], method: Method) -> list[str]:
+def shown(result: Mapping[str, Any], plain: Mapping[str, Any], method: Method) -> Line:
     asked = "" if result["asked"] is None else format_bytes(result["asked"])
     if method.share is not None and method.source:
         asked = f"{method.share:g} ({asked})"
     if result["status"] != "done":
-        return [asked, f"{result['status']}: {short(result['reason'])}", *[""] * 6]
-    return [
-        asked,
-        format_bytes(result["taken"]),
-        f"{result['taken'] / plain['taken']:.3f}",
-        f"{result['activations'] / plain['activations']:.3f}",
-        f"×{result['operations'] / plain['operations']:.3f}",
-        f"×{result['time']:.2f}",
-        f"no: {result['bits']}" if result["bits"] else "equal",
-        f"{result['start']:.1f} s",
-    ]
+        return {"asked": asked, "error": f"{result['status']}: {short(result['reason'])}"}
+    has_budget = method.share is not None or method.beside is not None
+    return {
+        "asked": asked,
+        "taken": format_bytes(result["taken"]),
+        "of plain": f"{result['taken'] / plain['taken']:.3f}",
+        "activations": f"{result['activations'] / plain['activations']:.3f}",
+        "operations": f"{result['operations'] / plain['operations']:.3f}",
+        "time": f"{result['time']:.2f}",
+        "bits": result["bits"] or "equal",
+        "to start": f"{result['start']:.1f}",
+        "budget kept": ("yes" if kept(result, plain, method) else "no") if has_budget else "",
+    }
 
 
 def short(reason: str, limit: int = 100) -> str:
@@ -722,90 +744,110 @@ def kept(result: Mapping[str, Any], plain: Mapping[str, Any], method: Method) ->
     return bool(result["activations"] <= method.share * plain["activations"])
 
 
+BESIDE = (
+    "*Switch* is the library's own ({switches}), `torch.utils.checkpoint` of each block where it "
+    "has none; then zoo by `checkpoint=True`, and within the bytes that the switch took. Cells are "
+    "share of plain training's peak, operations, time, and *differs* where bits do."
+).format(switches=", ".join(f"[`{name}`]({link})" for name, link in SWITCHES.items()))
 IN_SHORT = """\
-Medians over the models that a method trains, for methods that train several; their numbers of
-models differ, so that a row compares with another only as far as the models are the same. Methods
-that were tried on one model are in its table below."""
+Medians over the models that a method trains. Their numbers differ, so that rows compare only as far
+as the models are the same."""
 
 
-def summary(models: Iterable[str], known: Known) -> str:
+def at_their_memory(lines: list[Line]) -> tuple[str, str]:
+    """Says how zoo compares within the bytes that a peer took, and draws a row for each model."""
+    cells = {(line["model"], line["method"]): line for line in lines}
+    rows: list[tuple[str, ...]] = []
+    less: dict[str, list[bool]] = {"time": [], "operations": []}
+    for model in dict.fromkeys(line["model"] for line in lines if line["model"]):
+        peer = OWN if (model, OWN) in cells else BY_BLOCK
+        within = cells.get((model, f"zoo, at the memory of {peer}"))
+        switch = cells.get((model, peer))
+        if switch is None or within is None or within["error"]:
+            continue
+        for column, known in less.items():
+            if within[column] and switch[column]:
+                known.append(float(within[column]) < float(switch[column]))
+        true = cells[model, "zoo, True"]
+        plain, size = cells[model, "plain"]["taken"], switch["size"]
+        rows.append((f"{model} ({size})", plain, *map(drawn, (switch, true, within))))
+    wrong = sum("differs" in row[2] for row in rows)
+    time, operations = (f"{sum(known)} of {len(known)}" for known in less.values())
+    return (
+        f"At the memory of a library's own switch zoo takes less time in {time} models and fewer "
+        f"operations in {operations}. It changes no bit; the switch does in {wrong}.",
+        words_table(("model", "plain", "switch", "zoo, True", "zoo, its memory"), rows),
+    )
+
+
+def drawn(line: Line) -> str:
+    numbers = [line["of plain"]]
+    numbers += [f"×{line[key]}" if line[key] else "-" for key in ("operations", "time")]
+    return ", ".join([*numbers, *([] if line["bits"] == "equal" else ["differs"])])
+
+
+def words_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Writes a table without padding."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def summary(lines: list[Line]) -> str:
     """Returns a row for each method: medians over the models that it trains, if several."""
     rows = []
     for name, method in METHODS.items():
-        results = [(known[m, name], known[m, "plain"]) for m in models if (m, name) in known]
-        done = [(own, plain) for own, plain in results if own["status"] == "done"]
-        refused = sum(own["status"] == "refused" for own, _ in results)
+        own = [line for line in lines if line["model"] and line["method"] == name]
+        done = [line for line in own if not line["error"]]
         # one model's number beside a median of ten compares the models
         if len(done) < 2:
             continue
-        has_budget = method.share is not None or method.beside is not None
-        exact = sum(not own["bits"] for own, _ in done)
-        within = sum(kept(own, plain, method) for own, plain in done) if has_budget else 0
+        refused = len(own) - len(done)
+        has_budget = any(line["budget kept"] for line in done)
+        within = sum(line["budget kept"] == "yes" for line in done)
         medians = [
-            statistics.median(own[key] / plain[key] for own, plain in done)
-            for key in ("taken", "activations", "operations")
+            statistics.median(float(line[key]) for line in done if line[key])
+            for key in ("of plain", "operations", "time", "to start")
         ]
         rows.append((
-            name,
-            f"{len(done)} of {len(results)}" + (f", {refused} refused" if refused else ""),
-            f"{exact} of {len(done)}",
+            linked(name, method.source),
+            f"{len(done)} of {len(own)}" + (f", {refused} refused" if refused else ""),
+            str(sum(line["bits"] == "equal" for line in done)),
             f"{within} of {len(done)}" if has_budget else "",
             f"{medians[0]:.3f}",
-            f"{medians[1]:.3f}",
-            f"×{medians[2]:.3f}",
-            f"×{statistics.median(own['time'] for own, _ in done):.2f}",
-            f"{statistics.median(own['start'] for own, _ in done):.1f} s",
+            f"×{medians[1]:.3f}",
+            f"×{medians[2]:.2f}",
+            f"{medians[3]:.1f} s",
         ))  # fmt: skip
-    head = ("method", "trains", "bits equal", "budget kept", "taken", "activations", *HEAD[4:6])
-    return markdown_table((*head, "to start"), rows)
+    head = ("method", "trains", "equal", "budget kept", "of plain", "operations", "time")
+    return words_table((*head, "to start"), rows)
 
 
-def at_their_memory(models: Iterable[str], known: Known) -> str:
-    """Says how zoo's operations compare within the bytes that a peer took."""
-    said = []
-    for name, method in METHODS.items():
-        given = [
-            (known[model, name], known[model, method.beside])
-            for model in models
-            if method.beside is not None and (model, name) in known
-        ]
-        if not given:
-            continue
-        done = [(own, their) for own, their in given if "taken" in own]
-        both = [(own["operations"], their["operations"]) for own, their in done]
-        faster = sum(own["time"] < their["time"] for own, their in done)
-        fewer, same = sum(a < b for a, b in both), sum(a == b for a, b in both)
-        refused = sum(own["status"] == "refused" for own, _ in given)
-        beside = method.beside.replace(OWN, "a library's own switch")
-        said.append(
-            f"Within the bytes that `{beside}` took, zoo needs fewer operations in {fewer} of "
-            f"{len(given)} models, as many in {same}, more in {len(both) - fewer - same}; it "
-            f"takes fewer CPU seconds in {faster}, and refuses {refused}."
-        )
-    return " ".join(said)
+def linked(name: str, source: str) -> str:
+    return f"[{name}]({source})" if source else name
 
 
-def public(models: Iterable[str], known: Known) -> str:
+def public(lines: list[Line]) -> str:
     """Returns what budgets give that are asked of torch.compile and of zoo: both public cases."""
     ways = {
         f"torch.compile, `{DP}`": "torch.compile, budget {:g}",
         f"torch.compile, `{SLIDING}`": "torch.compile, budget {:g}, sliding",
         "zoo": "zoo, budget {:g}",
     }
+    cells = {(line["model"], line["method"]): line for line in lines}
     rows = []
-    for model in (model for model in models if model in PUBLIC):
+    for model in PUBLIC:
         for way, name in ways.items():
-            given = [known.get((model, name.format(share))) for share in SHARES]
-            rows.append((model, way, *(peak_text(one, known[model, "plain"]) for one in given)))
-    head = ("model", "asked of", *(f"{share:g}" for share in SHARES))
+            given = [cells.get((model, name.format(share))) for share in SHARES]
+            if any(given):
+                rows.append((way, *map(peak_text, given)))
     exceeded = {solver: exceeding(solver) for solver in (DP, SLIDING)}
     return (
         f"[pytorch#197838]({PEAKS}): a smaller share may take more, as the partitioner counts what "
         "is saved, not what the backward holds at once; its documents promise no peak. "
-        f"[pytorch#197871]({KNAPSACK}): the solver `{SLIDING}` may save more than it was allowed: "
-        f"of {PROBLEMS} small random problems `{DP}` broke its own limit in {exceeded[DP]}, this "
-        f"one in {exceeded[SLIDING]}. Shares of plain activations that were asked for (columns), "
-        "measured at the step's peak, and operations:\n\n" + markdown_table(head, rows)
+        f"[pytorch#197871]({KNAPSACK}): `{SLIDING}` may save more than it was allowed: of "
+        f"{PROBLEMS} small random problems `{DP}` broke its limit in {exceeded[DP]}, this one in "
+        f"{exceeded[SLIDING]}. {PUBLIC[0]}; columns are the shares of plain activations asked for, "
+        "cells what the step's peak took, and operations:\n\n"
+        + words_table(("asked of", *(f"{share:g}" for share in SHARES)), rows)
     )
 
 
@@ -827,13 +869,12 @@ def exceeding(name: str) -> int:
     return count
 
 
-def peak_text(result: Mapping[str, Any] | None, plain: Mapping[str, Any]) -> str:
-    if result is None:
+def peak_text(line: Line | None) -> str:
+    if line is None:
         return ""
-    if result["status"] != "done":
-        return str(result["status"])
-    peak, operations = (result[key] / plain[key] for key in ("activations", "operations"))
-    return f"{peak:.3f}, ×{operations:.3f}"
+    if line["error"]:
+        return line["error"].partition(":")[0]
+    return f"{line['activations']}, ×{line['operations']}"
 
 
 NOT_HERE = """\
@@ -843,23 +884,18 @@ Rockmate needs lacks a part on the package index; from its repository, as of Dec
 imports and then asks for an NVIDIA driver."""
 
 
-def missing(known: Known) -> str:
+def missing(lines: list[Line]) -> str:
     """Returns the errors of what did not train any model."""
-    failed = {name: known["", name] for name in OTHERS if ("", name) in known}
-    for (model, name), result in known.items():
-        if model and result["status"] == "failed":
-            failed[f"{name} ({model})"] = result
-    rows = [(name, short(result.get("reason", "runs"), 240)) for name, result in failed.items()]
-    return markdown_table(("what", "its error"), rows)
-
-
-def sources() -> str:
-    links = {name: method.source for name, method in METHODS.items() if method.source} | SWITCHES
-    links |= {name: source for name, (_, source) in OTHERS.items()}
-    names: dict[str, list[str]] = {}
-    for name, link in links.items():
-        names.setdefault(link, []).append(name)
-    return "\n".join(f"- <{link}>: {'; '.join(found)}" for link, found in names.items())
+    failed = [line for line in lines if line["error"] and not line["error"].startswith("refused")]
+    known = {name: method.source for name, method in METHODS.items()}
+    known |= {name: source for name, (_, source) in OTHERS.items()}
+    names = (
+        linked(line["method"], known[line["method"]])
+        + (f" ({line['model']})" if line["model"] else "")
+        for line in failed
+    )
+    errors = (line["error"].removeprefix("failed: ") for line in failed)
+    return words_table(("what", "its error"), list(zip(names, errors, strict=True)))
 
 
 def main() -> None:
@@ -869,7 +905,11 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"into docs/{PAGE.name}")
     parser.add_argument("--fresh", action="store_true", help=f"try again what is in {RESULTS}")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once, a thread each")
+    parser.add_argument("--page", action="store_true", help=f"write it from {TABLE.name}, as it is")
     given = parser.parse_args()
+    if given.page:
+        PAGE.write_text(page(*read_table()))
+        return
     if given.fresh:
         RESULTS.unlink(missing_ok=True)
     known = earlier()
@@ -877,11 +917,12 @@ def main() -> None:
     run([Cell("", name) for name in OTHERS], known, given.jobs)
     for beside in (False, True):
         run(cells_of(given.models, known, beside=beside), known, given.jobs)
-    text = page(given.models, known)
+    said, lines = origin(), lines_of(given.models, known)
     if given.write:
-        PAGE.write_text(text)
+        write_table(said, lines)
+        PAGE.write_text(page(said, lines))
     else:
-        print(text)
+        print(page(said, lines))
 
 
 if __name__ == "__main__":

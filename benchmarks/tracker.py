@@ -15,6 +15,14 @@ Peaks of one step, forward, backward and optimizer, of the baseline and of `chec
 
 All but `allocator` are shown as their difference from it, in percent. memray also sees what
 libraries allocate past torch's allocator; objects of less than 512 bytes are left out.
+
+On one core of an AMD EPYC (torch 2.14.1), over nine models with and without a plan, `tracker` was
+equal in all, `tensors` 0 to 15.4 % below (V-Net, whose workspaces are largest), `memray` 0 to 0.9 %
+above, `fake` within 0.001 %, and a tracked step took 1.05 to 2.31 times as long.
+
+While a step is tracked, autograd adds the gradients of a tensor that several operators read out of
+place, as under every dispatch mode. Where that is at the peak, the tracked step takes up to one
+such gradient more for each of these tensors. `zoo.profiling.peak_memory` measures without a mode.
 """
 
 import functools

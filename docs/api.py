@@ -1,148 +1,169 @@
 """Writes docs/api.md from the docstrings of what `zoo` exports: `python docs/api.py`.
 
-Signatures are those of the source, with its short names for types, which a table explains. Tools
-that make sites of docstrings (griffe, pdoc, Sphinx) are left out: one page that reads well on a
-code host takes no more than this file.
+Tools that make sites of docstrings (griffe, pdoc, Sphinx) are left out: one page that reads well on
+a code host takes no more than this file.
 """
 
 import ast
 import inspect
-import math
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
-from inspect import ismodule
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
+from torch import nn
+
 import zoo
-import zoo.api.plan_rank
-import zoo.invocation
-import zoo.loss
-import zoo.policy.budget
-import zoo.policy.options
-import zoo.profiling.optimizer_memory
-import zoo.sizing.size_estimate
 from zoo.catalog.factories import OPTIONS, list_models, model_arguments
 
-TARGET = Path(__file__).parent / "api.md"
+ROOT = Path(__file__).parents[1]
+TARGET = ROOT / "docs" / "api.md"
 HEADER = """\
 # API
 
-[Index](README.md) · [How it works](how-it-works.md) · [Exactness](exactness.md) ·
-[Myths](myths.md) · [Recipes](recipes.md)
+[Index](README.md) · [Guide](guide.md) · [Recipes](recipes.md) · [Exactness](exactness.md)
 
-All that `import zoo` gives. `python docs/api.py` writes this page from the docstrings.
+All that `import zoo` gives, by task. `python docs/api.py` writes this page from the docstrings; the
+types of arguments stand in the source. Bytes are ints, times seconds. *Inputs* are a tensor, a
+tuple of arguments or a dict of keyword arguments, real or on the meta device. An argument without
+an explanation means what it does in [`zoo.plan`](#zooplan). Every function raises `ArgumentError`
+for what it does not take: the cases stand in its docstring.
 """
 
 
 class Group(NamedTuple):
-    """A part of the page: its title, what it says first, and the modules whose names it holds."""
+    """A part of the page: its title, what it says first, and the names that it holds."""
 
     title: str
     words: str
-    modules: tuple[str, ...]
+    names: tuple[str, ...] = ()
 
 
 MODELS = Group(
     "Models",
-    "Each name is a function, `zoo.resnet50(...)`, and what `zoo.create` takes. All arguments are "
-    "keywords; beside its own every model takes those of `zoo.create`.",
-    ("zoo.catalog", "zoo.layers"),
+    "Each size is a function, `zoo.resnet50(...)`, and a name for `zoo.create`. All arguments are "
+    "keywords; an argument without a value differs between sizes. Every model also takes those of "
+    "`zoo.create`.",
+    ("create", "list_models"),
+)
+INTEGRATIONS = Group("Integrations", "Each needs its library, and is imported by its own name.")
+ERRORS = Group(
+    "Errors",
+    "All but `Interrupted` are a `ZooError`, and the built-in exception that Python or torch would "
+    "have raised there. [Error messages](errors.md) has their texts.",
+    tuple(name for name in vars(zoo) if name.endswith("Error") or name == "Interrupted"),
 )
 GROUPS = (
-    MODELS,
     Group(
-        "Checkpointing",
+        "Train my model",
         "",
         (
-            *("zoo.api.checkpoint", "zoo.cuda_graphs", "zoo.engine", "zoo.optimizer"),
-            "zoo.planner.plan",
+            *("checkpoint", "recompute", "optimizer_in_backward", "OptimizerInBackward"),
+            *("make_graphed_step", "GraphedStep", "plan_of", "uncheckpoint"),
         ),
     ),
     Group(
-        "Planning",
+        "Plan",
         "Before a step is run; inputs and models may be on the meta device.",
-        ("zoo.api.plan", "zoo.api.plan_rank", "zoo.sizing", "zoo.policy.plan_report"),
+        (
+            *("plan", "PlanReport", "Plan", "chain_of", "frontier", "Frontier"),
+            *("largest", "Largest", "max_batch_size", "plan_rank", "RankReport"),
+        ),
     ),
     Group(
-        "Measuring and verifying",
+        "Measure and verify",
         "",
-        ("zoo.profiling", "zoo.api.track", "zoo.api.verify", "zoo.version"),
+        ("verify", "check_replays", "anatomy", "Anatomy", "track", "Timeline"),
     ),
+    MODELS,
+    Group("Layers", "", ("TransformerBlock",)),
+    INTEGRATIONS,
     Group(
-        "Errors",
-        "Each is also the built-in exception that Python or torch would have raised there.",
-        ("zoo.errors",),
+        "Harness",
+        "`zoo compare` and `test_memory_optimized.py` train models with and without a plan "
+        "([command line](command-line.md), [configs](configs.md)). In a test of yours the pytest "
+        'fixture `memory_budget` bounds a block: `with memory_budget("2GiB"): step()`.',
     ),
+    ERRORS,
 )
-TYPES: dict[str, ModuleType] = {
-    "Budget": zoo.policy.budget,
-    "Checkpoint": zoo.policy.options,
-    "Inputs": zoo.invocation,
-    "Loss": zoo.loss,
-    "MakeOptimizer": zoo.profiling.optimizer_memory,
-    "Strategy": zoo.api.plan_rank,
-    "Vary": zoo.sizing.size_estimate,
+# methods that mean the same wherever a class has them
+SHARED = {
+    "to_json": "writes all of it as JSON",
+    "from_json": "reads that",
+    "save": "writes it to a file",
+    "load": "reads that",
+    "to_csv": "writes a row for each plan or point",
+    "table": "writes it as text that is also Markdown",
+    "plot": "draws it into a file (.svg, .png, .pdf) or into matplotlib Axes",
+    "summary": "returns the numbers of the picture",
 }
 
 
 def page() -> str:
-    """Returns the page."""
-    exported = [name for name, value in vars(zoo).items() if name[0] != "_" and not ismodule(value)]
-    parts = [HEADER]
-    for group in GROUPS:
-        names = [name for name in exported if group_of(name) is group]
-        parts.append("\n\n".join(_group(group, names)))
-    parts.append(f"## Types in signatures\n\n{_types()}")
+    """Returns the page.
+
+    Raises:
+        LookupError: no group, or more than one, has a name that `zoo` exports.
+    """
+    grouped = [name for group in GROUPS for name in group.names]
+    exported = [
+        name
+        for name, value in vars(zoo).items()
+        if name[0] != "_" and not inspect.ismodule(value) and name not in list_models()
+    ]
+    if sorted(grouped) != sorted(exported):
+        wrong = set(grouped) ^ set(exported) or "a name twice"
+        raise LookupError(f"the groups of docs/api.py do not hold each name once: {wrong}")
+    shared = "; ".join(f"`{name}` {words}" for name, words in SHARED.items())
+    also = textwrap.fill(f"Where a class has them: {shared}.", 100, break_long_words=False)
+    parts = [HEADER, also, *("\n\n".join(_group(group)) for group in GROUPS)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def group_of(name: str) -> Group:
-    """Returns the group that holds a name: that of the module which defines it.
-
-    Raises:
-        LookupError: none does.
-    """
-    module = getattr(zoo, name).__module__
-    found = [
-        (len(prefix), group)
-        for group in GROUPS
-        for prefix in group.modules
-        if f"{module}.".startswith(f"{prefix}.")
-    ]
-    if name in list_models():
-        return MODELS
-    if not found:
-        raise LookupError(f"zoo.{name} is of {module}; name that in a group of docs/api.py")
-    return max(found, key=lambda pair: pair[0])[1]
-
-
-def _group(group: Group, names: list[str]) -> Iterator[str]:
+def _group(group: Group) -> Iterator[str]:
     yield f"## {group.title}"
     if group.words:
-        yield textwrap.fill(group.words, 100)
-    if group is MODELS:
-        yield _models([name for name in names if name in list_models()])
-    if group.title == "Errors":
-        yield _errors(names)
+        yield textwrap.fill(group.words, 100, break_long_words=False)
+    if group is ERRORS:
+        yield _errors(group.names)
         return
-    # functions before classes
-    for name in sorted(names, key=lambda name: (inspect.isclass(getattr(zoo, name)), name)):
-        if name not in list_models():
-            yield from _entry(f"zoo.{name}", getattr(zoo, name))
+    if group is MODELS:
+        yield _families()
+    if group is INTEGRATIONS:
+        for file in sorted((ROOT / "zoo" / "integrations").glob("*.py")):
+            docstring = ast.get_docstring(ast.parse(file.read_text("utf-8"))) or ""
+            if ".integrations." in docstring:
+                yield f"### zoo.integrations.{file.stem}"
+                yield docstring
+    for name in group.names:
+        yield from _entry(f"zoo.{name}", getattr(zoo, name))
 
 
-def _models(names: Iterable[str]) -> str:
+def _families() -> str:
+    """Returns a row for each family: models that say the same of themselves but for their size."""
+    families: dict[str, list[str]] = {}
+    for name in list_models():
+        families.setdefault(_first(getattr(zoo, name)).rpartition(". ")[0], []).append(name)
     rows = []
-    for name in names:
-        own = (p for key, p in model_arguments(name).items() if key not in OPTIONS)
-        arguments = ", ".join(
-            p.name if p.default is p.empty else f"{p.name}={_default(p.default)}" for p in own
-        )
-        rows.append((f"`{name}`", _first(getattr(zoo, name)), f"`{arguments}`"))
-    return _table(("name", "what it is", "its own arguments"), rows)
+    for words, names in families.items():
+        sizes = ", ".join(f"`{name}` {_parameters(name)}" for name in names)
+        rows.append((words, sizes, f"`{', '.join(_own_arguments(names))}`"))
+    return _table(("family", "sizes, million parameters", "its own arguments"), rows)
+
+
+def _parameters(name: str) -> str:
+    """Returns the millions of parameters that a model's docstring ends with."""
+    return re.findall(r"([\d.]+) million parameters", _first(getattr(zoo, name)))[0]
+
+
+def _own_arguments(names: Iterable[str]) -> Iterator[str]:
+    """Yields the arguments of a family, with the defaults that all of its sizes share."""
+    taken = [model_arguments(name) for name in names]
+    for key in taken[0]:
+        if key not in OPTIONS:
+            defaults = {_default(arguments[key].default) for arguments in taken}
+            yield f"{key}={defaults.pop()}" if len(defaults) == 1 else key
 
 
 def _default(value: Any) -> str:
@@ -150,12 +171,14 @@ def _default(value: Any) -> str:
 
 
 def _errors(names: Iterable[str]) -> str:
-    rows = []
+    lines = []
     for name in sorted(names, key=lambda name: (name != "ZooError", name)):
         kind = getattr(zoo, name)
-        bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
-        rows.append((f"`zoo.{name}`", bases, _first(kind)))
-    return _table(("error", "is a", "what it says"), rows)
+        bases = ", ".join(
+            f"`{base.__name__}`" for base in kind.__bases__ if base is not zoo.ZooError
+        )
+        lines.append(f"- `{name}` ({bases}): {_first(kind)}")
+    return "\n".join(lines)
 
 
 def _entry(name: str, value: Any) -> Iterator[str]:
@@ -163,18 +186,24 @@ def _entry(name: str, value: Any) -> Iterator[str]:
     if not inspect.isclass(value):
         yield f"```python\n{name}{_signature(value)}\n```"
     yield markdown(inspect.getdoc(value) or "")
-    if inspect.isclass(value):
-        members = [f"- {_member(key, found)}" for key, found in _members(value)]
-        if members:
-            yield "Methods and properties:\n\n" + "\n".join(members)
+    if inspect.isclass(value) and not issubclass(value, nn.Module):
+        members = dict(_members(value))
+        own = [f"- {_member(key, found)}" for key, found in members.items() if key not in SHARED]
+        if own:
+            yield "\n".join(own)
+        if shared := [f"`{key}`" for key in members if key in SHARED]:
+            yield f"Also {', '.join(shared)}."
 
 
 def _members(kind: type) -> Iterator[tuple[str, Any]]:
     """Yields what a class defines for its users and documents, in the order of the source."""
+    attributes = re.findall(r"^ {4}(\w+(?:, \w+)*):", inspect.getdoc(kind) or "", re.MULTILINE)
+    documented = {name for line in attributes for name in line.split(", ")}
     for name, found in vars(kind).items():
         function = getattr(found, "func", None) or getattr(found, "fget", None) or found
         function = getattr(function, "__func__", function)
-        if not name.startswith("_") and inspect.isfunction(function) and function.__doc__:
+        is_method = inspect.isfunction(function) and function.__doc__
+        if is_method and not name.startswith("_") and name not in documented:
             yield name, found
 
 
@@ -183,40 +212,21 @@ def _member(name: str, found: Any) -> str:
     if function is not None:
         return f"`.{name}`: {_first(function)}"
     function = getattr(found, "__func__", found)
-    return f"`.{name}{_signature(function, math.inf)}`: {_first(function)}"
+    return f"`.{name}{_signature(function)}`: {_first(function)}"
 
 
-def _signature(function: Any, width: float = 90) -> str:
-    """Returns the signature as the source has it, an argument to a line where it is long."""
+def _signature(function: Any) -> str:
+    """Returns the arguments and defaults of a function, without their types."""
     source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
     node = ast.parse(source).body[0]
     assert isinstance(node, ast.FunctionDef)
     given = node.args
     given.args = [argument for argument in given.args if argument.arg not in ("self", "cls")]
-    arguments = [_spaced(argument) for argument in _split(ast.unparse(given))]
-    returns = f" -> {ast.unparse(node.returns)}".replace("'", "") if node.returns else ""
-    short = f"({', '.join(arguments)}){returns}".replace("'", '"')
-    if len(short) + len(node.name) < width:
-        return short
-    lines = "".join(f"    {argument},\n" for argument in arguments)
-    return f"(\n{lines}){returns}".replace("'", '"')
-
-
-def _spaced(argument: str) -> str:
-    """Returns `name: type = value` for `name: 'type'=value`."""
-    return re.sub(r"^([^=]*: )'?([^=']*)'?(=|$)", r"\1\2\3", argument).replace("=", " = ", 1)
-
-
-def _split(arguments: str) -> list[str]:
-    """Splits at the commas that are inside of no brackets."""
-    parts, depth = [""], 0
-    for letter in arguments:
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [part.strip() for part in parts]
+    for argument in (*given.args, *given.kwonlyargs, given.vararg, given.kwarg):
+        if argument is not None:
+            argument.annotation = None
+    arguments = ast.unparse(given).replace("'", '"')
+    return "\n    ".join(textwrap.wrap(f"({arguments})", 80, break_long_words=False))
 
 
 def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -232,6 +242,9 @@ def _first(value: Any) -> str:
 
 def markdown(docstring: str) -> str:
     """Turns a docstring's sections (`Raises:`) into lists; all else is Markdown already."""
+    docstring = re.sub(r"\n {4}[\w, ]+: (?:that|those) of `zoo\.plan`\.(?=\n)", "", docstring)
+    docstring = re.sub(r"\n {4}ArgumentError: .+(?:\n {8}.+)*", "", docstring)
+    docstring = re.sub(r"Raises:\s*\Z", "", docstring)
     return re.sub(
         r"^(\w+):\n((?:(?: {4}.*)?\n?)+)",
         lambda found: f"{found[1]}:\n\n{_items(found[2])}\n\n",
@@ -245,15 +258,6 @@ def _items(section: str) -> str:
     return "\n".join(
         re.sub(r"^(\w+(?:, \w+)*):", r"- `\1`:", " ".join(entry.split())) for entry in entries
     )
-
-
-def _types() -> str:
-    rows = []
-    for name, module in TYPES.items():
-        found = re.search(rf"^{name} = (.*)$", inspect.getsource(module), re.MULTILINE)
-        assert found is not None, f"{name} is no longer of {module.__name__}"
-        rows.append((f"`{name}`", f"`{found[1]}`".replace("|", "\\|")))
-    return _table(("name", "stands for"), rows)
 
 
 if __name__ == "__main__":

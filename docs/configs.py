@@ -47,9 +47,11 @@ def schema_text() -> str:
 def page() -> str:
     """Returns the page that documents every key, with its tables rewritten."""
     names = list(dict.fromkeys(key for _, keys in RECIPES for key in keys))
-    recipes = [
-        (f"`{pattern}`", *(str(keys.get(name, "-")) for name in names)) for pattern, keys in RECIPES
-    ]
+    patterns: dict[tuple[str, ...], list[str]] = {}
+    for pattern, keys in RECIPES:
+        cells = tuple(str(keys.get(name, "-")) for name in names)
+        patterns.setdefault(cells, []).append(f"`{pattern}`")
+    recipes = [(", ".join(named), *cells) for cells, named in patterns.items()]
     tables = iter(
         [
             _key_table(RUN_KEYS),

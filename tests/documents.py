@@ -12,7 +12,7 @@ The block `text` right behind a block `python` is what that prints; the code may
 `<details>`. In a page of docs/ the first snippet is what all others stand on, and each of them runs
 after it alone, as a reader may run it.
 
-`python -m tests.documents docs/myths.md` runs a page's snippets and writes what they print.
+`python -m tests.documents docs/guide.md` runs a page's snippets and writes what they print.
 """
 
 import contextlib

@@ -81,17 +81,31 @@ def test_a_crash_is_a_cell_s_result_and_what_is_known_is_not_run_again(peers):
     assert len(peers.RESULTS.read_text().splitlines()) == 2
 
 
-def test_the_page_has_each_method_of_each_model(peers):
-    text = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
-    sections = dict(re.findall(r"^### (.+?)\n(.+?)(?=^##)", text, re.DOTALL | re.MULTILINE))
-    gone = [
-        (model, name)
-        for model in peers.MODELS
-        if model != "tiny"
-        for name in peers.methods_of(model)
-        if f"| {peers.shown_name(name, model)} " not in sections.get(model, "")
-    ]
-    assert gone == []
+def test_the_table_has_each_method_of_each_model_and_the_page_is_made_of_it(peers):
+    said, lines = peers.read_table()
+    cells = {(line["model"], line["method"]) for line in lines}
+    models = [model for model in peers.MODELS if model != "tiny"]
+    expected = {(model, name) for model in models for name in peers.methods_of(model)}
+    assert expected <= cells
+    page = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
+    assert page == peers.page(said, lines), "run `python benchmarks/peers.py --page`"
+
+
+def test_the_page_of_models_is_made_of_its_table(peers):
+    models = importlib.import_module("models")
+    page = (ROOT / "docs" / "models.md").read_text("utf-8")
+    assert page == models.page(*models.read()), "run `python benchmarks/models.py --page`"
+
+
+def test_what_is_measured_becomes_lines_that_read_back(peers, monkeypatch, tmp_path):
+    names = ("asked", "taken", "activations", "operations", "time", "start")
+    cell = {**dict.fromkeys(names, 2**20), "status": "done", "bits": ""}
+    known = {("tiny", name): cell for name in peers.methods_of("tiny")}
+    monkeypatch.setattr(peers, "TABLE", tmp_path / "table.csv")
+    peers.write_table("Measured here.", peers.lines_of(["tiny"], known))
+    said, lines = peers.read_table()
+    assert [line["method"] for line in lines] == peers.methods_of("tiny")
+    assert "Measured here." in peers.page(said, lines)
 
 
 @pytest.fixture

@@ -29,4 +29,7 @@ def failures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_it_holds_in_each_process(name: str, failures: Failures) -> None:
+    """DDP, `find_unused_parameters` | "ready only once", if reentrant | exact
+    ranks that plan by their own clocks | | one plan for all
+    """
     assert not any(failures(name)), "\n".join(failures(name))

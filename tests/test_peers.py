@@ -1,4 +1,4 @@
-"""What docs/others.md says of other libraries' checkpointing, run on the installed ones.
+"""What docs/comparison.md says of other libraries' checkpointing, run on the installed ones.
 
 A test that fails here may mean that they have become better: then the page changes, too.
 """

@@ -7,7 +7,7 @@ import pytest
 
 from tests.documents import FENCES, ROOT, anchor, headings, prose
 
-PAGES = ("README", "docs/exactness", "docs/how-it-works")
+PAGES = ("README", "docs/exactness")
 
 
 def text(page: str) -> str:

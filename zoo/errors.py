@@ -89,7 +89,7 @@ class OptimizerError(ZooError, RuntimeError):
 
 
 class GraphError(ZooError, RuntimeError):
-    """Says why a training step cannot be a CUDA graph; raised before any of it has run."""
+    """A training step cannot be a CUDA graph; raised before any of it has run."""
 
 
 class DeterminismError(ZooError, RuntimeError):

@@ -25,6 +25,7 @@ class Switched(Net):
 
 @pytest.mark.parametrize("name", ["grad_checkpointing", "gradient_checkpointing"])
 def test_a_model_that_checkpoints_itself_is_refused(name: str) -> None:
+    """the library's own checkpointing is on | | raises"""
     model = Net()
     setattr(model.blocks, name, True)
     with pytest.raises(zoo.ArgumentError, match=rf"blocks\.{name} is True.*\(|by model"):

@@ -121,7 +121,10 @@ KINDS = [Custom, Bilinear, Teacher, Warp, Distances, BackwardInside]
 def test_kernels_that_call_others_under_autocast(
     kind: Callable[[], nn.Module], way: Way, dtype: torch.dtype
 ) -> None:
-    """Two steps: what a replay casts is not in autocast's cache for the next."""
+    """custom operators under autocast | exact | exact
+
+    Two steps: what a replay casts is not in autocast's cache for the next.
+    """
 
     def program(call: Call) -> Any:
         model, (x,) = kind(), rows()

@@ -212,6 +212,7 @@ def same_point(fault: Point, points: Sequence[Point]) -> Point:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fault_at_any_point_leaves_what_it_leaves_in_the_baseline(family: str) -> None:
+    """an exception anywhere | exact | nothing left behind"""
     baseline, checkpointed = watch(family)
     points = checkpointed.points
     faults = chosen(points)

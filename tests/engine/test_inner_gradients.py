@@ -136,6 +136,7 @@ def counted(run: Callable[[Tensor], Tensor], w: Tensor) -> tuple[int, int]:
 
 @pytest.mark.parametrize("step", STEPS)
 def test_inner_steps_replay_as_many_kernels_each(step: Step) -> None:
+    """inner gradients (forces, MAML) | each recomputes all before it | its own part only"""
     found = []
     for count in (2, 4, 6):
         run = loop(step, energy, count)

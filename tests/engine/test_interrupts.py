@@ -144,6 +144,7 @@ def times_of_lines(make: Callable[[], nn.Module], function: Callable[[], object]
 def test_an_interrupt_at_any_line_is_undone(
     make: Callable[[], nn.Module], train: Callable[[nn.Module], list[Any]]
 ) -> None:
+    """Ctrl-C at any line | | modes and random state restored"""
     model = make()
     for _ in range(3):
         train(model)

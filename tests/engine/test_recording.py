@@ -379,7 +379,10 @@ def test_a_custom_function_runs_once() -> None:
 
 
 def test_a_custom_operator_runs_once_and_its_result_is_kept() -> None:
-    """Nothing is known about it: it may draw numbers or ask another process."""
+    """custom operators | run twice | once, results kept
+
+    Nothing is known about it: it may draw numbers or ask another process.
+    """
     calls: list[int] = []
     with torch.library._scoped_library("zoo_tests", "FRAGMENT") as library:
         library.define("counted(Tensor x) -> Tensor")
@@ -693,7 +696,10 @@ def test_a_buffer_written_by_another_segment_and_by_none() -> None:
 
 
 def test_a_compiled_block_stays_compiled() -> None:
-    """The graph that the compiler made runs once in the forward and is not traced again."""
+    """compiled blocks in a segment | exact | kept
+
+    The graph that the compiler made runs once in the forward and is not traced again.
+    """
 
     def counting(name: str) -> Any:
         def compiler(graph: Any, inputs: Any) -> Any:

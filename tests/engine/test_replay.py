@@ -448,7 +448,9 @@ def test_a_setting_is_that_of_each_kernel(
 
 
 def test_the_number_of_threads_is_that_of_the_forward() -> None:
-    """A sum over many numbers depends on it, also where one core runs them all.
+    """another number of threads | sums round differently | exact
+
+    A sum over many numbers depends on it, also where one core runs them all.
 
     Some sums come out the same by chance, so there are several.
     """
@@ -498,7 +500,10 @@ def test_a_hook_that_draws_during_the_backward_draws_as_without(own: bool) -> No
 
 
 def test_forwards_and_backwards_in_many_threads() -> None:
-    """Each forward on one thread, its backward on another, all at once."""
+    """one model in many threads | exact | exact
+
+    Each forward on one thread, its backward on another, all at once.
+    """
 
     def gradients(call: Call, together: bool) -> Any:
         torch.manual_seed(0)

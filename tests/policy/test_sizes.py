@@ -82,6 +82,7 @@ def works(model: nn.Module, inputs: Inputs, counts: Sequence[int], work: list[st
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_the_last_batch_of_an_epoch_costs_nothing(name: str, option: Any, work: list[str]) -> None:
+    """a smaller last batch | | no new plan"""
     build, inputs = MODELS[name]
     model = zoo.checkpoint(build(), **option)
     assert works(model, inputs, (4, 4, 3, 4, 3, 2), work) == [True, *[False] * 5]

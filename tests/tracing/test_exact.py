@@ -148,6 +148,7 @@ def test_sequentials_in_a_row_are_blocks_where_there_are_no_others() -> None:
 
 
 def test_a_number_that_is_read_out_of_a_tensor_does_not_coarsen_the_plan() -> None:
+    """a branch on a number of a tensor | | exact, planned"""
     names = zoo.chain_of(Reader(), images()).names
     assert len(names) == len(zoo.chain_of(Net(), images()).names)
     assert set(names) >= {"blocks.0.conv", "blocks.3.drop"}
@@ -156,6 +157,7 @@ def test_a_number_that_is_read_out_of_a_tensor_does_not_coarsen_the_plan() -> No
 @pytest.mark.parametrize("rate", [0.5, 1.0, 1e-9])
 @pytest.mark.parametrize("option", [True, "blocks", "sqrt"])
 def test_a_branch_that_a_draw_decides_is_exact(rate: float, option: Any) -> None:
+    """a branch on a random number (layerdrop) | another branch | exact"""
     check(Skipper(rate), pictures, option)
 
 

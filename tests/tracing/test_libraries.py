@@ -83,6 +83,7 @@ def test_a_library_s_model_is_planned_for_and_exact(build: Callable[[], Made]) -
 
 @pytest.mark.parametrize("option", [True, "blocks", "sqrt"])
 def test_a_model_that_hands_a_cache_on_is_planned_for_and_exact(option: Any) -> None:
+    """`use_cache` | switched off | exact"""
     torch.manual_seed(0)
     plain, inputs = gpt2()
     plain.train().config.use_cache = True

@@ -216,6 +216,7 @@ def test_steps_of_training_and_of_evaluation_take_turns() -> None:
 
 
 def test_a_new_head_is_used() -> None:
+    """a layer replaced after the first call | | the new one runs"""
     model = zoo.checkpoint(Net(), "blocks")
     assert model(images()).shape == (4, 5)
     model.fc = nn.Linear(4, 7)

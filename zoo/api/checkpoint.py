@@ -42,60 +42,44 @@ def checkpoint(
 ) -> AnyModule:
     """Puts a `checkpoint=` option in force on any model and returns the same object.
 
+    - `True`, or nothing: the least peak of the whole step, recomputing no step more than once;
     - `False`: the baseline, no recomputation;
-    - `True`, or nothing: of the plans that recompute each step of the model at most once, the one
-      whose training step has the least peak;
-    - `"auto"`: the plan of least time within a memory budget, or of least memory within an
-      overhead; `memory_budget` and `max_overhead` are those of `zoo.plan`, and without either the
-      budget is what is free on the device. A budget alone means "auto";
+    - `"auto"`, implied by `memory_budget` or `max_overhead`: the plan of least time within a
+      budget, or of least memory within an overhead, as in `zoo.plan`; with neither, the budget is
+      what is free on the device;
     - an int k: k segments of equal numbers of blocks, all but the last recomputed;
     - `"sqrt"`, `"blocks"`, `"cheap"`: a scheme of `zoo.planner.schemes`;
-    - a `Plan`, nested tuple or `PlanReport`: that plan; also as text, `"(0-1) 2"`, or as the name
-      of a file, `"plan.json"`.
+    - a `Plan`, nested tuple or `PlanReport`; also as text, `"(0-1) 2"`, or a file, `"plan.json"`.
 
-    The model's own forward runs, once and as it is written; a plan decides which of the tensors
-    that it saves stay in memory. It does so wherever gradients are recorded, in `eval()`, too; an
-    option that saves nothing says so by a warning. The steps of a plan are ranges of the forward's
-    kernels (`zoo.chain_of` shows them). A budget, a plan of your own, a number of segments and the
-    plans of zoo's own models are in force from the first training forward on, which is traced ahead
-    on fake tensors in a forked process. Otherwise the first one runs block by block (each block of
-    the model is recomputed as a whole) and is traced, and the plan is in force from the next one
-    on. Where `inputs` are given (a
-    tensor, a tuple of arguments or a dict of keyword arguments), this call does so and plans for
-    them, whatever the option; call it under the autocast that the training has, if any. `steps`
-    names the modules that count as blocks, with `*` for any name: `["encoder.layers.*"]`.
+    The model's own forward runs, once and as it is written, in `train()` and in `eval()`; a plan
+    decides which of the tensors that it saves stay in memory. A budget, a plan of yours, a number
+    of segments, `inputs=` and zoo's own models are planned for ahead, on fake tensors in a forked
+    process. Otherwise the first training forward runs block by block and is traced, and the plan
+    holds from the next one on. An option that saves nothing says so by a warning.
 
-    `optimizer`, `loss`, `accumulates` and `holds_outputs` say what a budget counts beside the
-    model, as in `zoo.plan`. The optimizer is assumed to be the one that steps in the backward, or
-    AdamW, with a warning. The loss is called with fake outputs of each new size of inputs, so it
-    makes its targets of their size. Outputs that a variable holds in the backward, where the
-    budget does not count them, are a warning. A model with a plan is pickled with what is given.
+    A plan serves inputs of the size that it was made for, smaller ones, and those up to twice as
+    large; others are planned for when they come, up to 8 times for arguments that differ in sizes
+    alone. A training that has begun goes on, with a warning: by the plan of the least peak where
+    none keeps to the budget, and block by block where none is known. A report is refused for inputs
+    by which it breaks its budget.
 
-    `offload` has what segments start from lie on the host until the backward: it is copied there
-    beside the kernels, and back ahead of the backward, without rounding; on the CPU the host is a
-    memory-mapped file. `host_budget` is the most that lies there, in bytes or as "8GiB". What has
-    no room there while a training runs, what something else holds on the device in any case, and
-    tensors of less than 64 KiB stay where they are.
-
-    A plan serves inputs of the size that it was made for, smaller ones, which need no more memory,
-    and those up to twice as large. For a budget in bytes there are more plans for these, each with
-    how much larger tensors may get: where a forward makes larger ones than its plan has room for,
-    whatever decides their sizes (objects, numbers, attributes, data), it goes on by the next of
-    them. Larger inputs, and those that take other steps, are planned for when they come, up to 8
-    times for arguments that differ in sizes alone. A training that has begun goes on, with a
-    warning: by the plan of the least peak where none keeps to the budget, and block by block where
-    none is found or known yet. A fraction of the baseline, an overhead and the least peak are those
-    of the size that was planned for. A report that was made for a budget is refused for inputs by
-    which it breaks that budget.
+    Args:
+        model: any module; a pickle of it holds the option, too.
+        inputs: plans now, for these; under the autocast that the training has, if any.
+        steps: names of modules that count as blocks, `["encoder.layers.*"]`.
+        optimizer, loss, accumulates, holds_outputs: as in `zoo.plan`. The optimizer is assumed to
+            be the one that steps in the backward, or AdamW, with a warning. The loss is called with
+            fake outputs of each new size, and makes targets of that size.
+        offload: what segments start from lies on the host until the backward; on the CPU in a
+            memory-mapped file. Tensors of less than 64 KiB and what something else holds stay.
+        host_budget: the most that lies there, in bytes or as "8GiB".
 
     Raises:
-        ArgumentError: none of these options, no module, one without a forward of its own, a model
-            that checkpoints itself; at that forward, more segments than blocks; for a budget or a
-            plan, one that needs data of a real step.
-        BudgetError: at that forward, when no plan keeps to the budget, or the report's does not;
-            when the plan copies more to the host than `host_budget`.
-        PlanError: a malformed plan; one that does not fit raises at that forward, but for a
-            report's, in whose place the model then goes block by block, with a warning.
+        ArgumentError: no such option, a model that checkpoints itself or has no forward; at the
+            first forward, more segments than blocks, or a budget for a forward that needs real
+            data.
+        BudgetError: at the first forward, no plan keeps to the budget or to `host_budget`.
+        PlanError: a malformed plan; at the first forward, one that does not fit.
     """
     if checkpoint is None:
         checkpoint = True if memory_budget is None and max_overhead is None else "auto"

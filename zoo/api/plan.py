@@ -47,48 +47,38 @@ def plan(
     """Finds the plan of least time whose training step keeps to a budget in bytes.
 
     Args:
-        model: in the mode of the training; one in eval mode is planned for in that mode, with a
-            warning.
+        model: in the mode of the training; eval mode is planned for with a warning.
         inputs: a tensor, a tuple of arguments or a dict of keyword arguments, real or on the meta
             device. Targets are among them where the model takes them: `(tokens, targets)` for
-            GPT-2, `(tokens, None, targets)` for an LSTM, `{"input_ids": tokens, "labels": tokens}`
-            for transformers, whose loss is then the output of that name.
+            GPT-2, `{"input_ids": tokens, "labels": tokens}` for transformers.
         memory_budget: the peak of the whole training step: bytes as an int, `"8GiB"` or `"8G"`
             (2^30 each), `"8GB"` (10^9); a share of the baseline's peak, `0.6` or `"60%"`; or
             `"device"` for what is free where the model is.
         max_overhead: instead, `0.2` or `"20%"` asks for the least memory in at most 1.2 times the
             baseline's time.
-        optimizer: whose state is counted: `"adamw"`, `"adam"`, `"sgd"` (with momentum) or `"none"`;
-            a class, or a function of the list of parameters; an optimizer of the model's
-            parameters; None counts none. Called under autocast, the plan counts the casts of
-            weights that are cached until the forward and the loss are over; where the backward is
-            inside of the region, too, subtract half of `report.fixed.parameters` from the budget.
-        loss: where it is outside of the model, so that its bytes count: a function of the model's
-            output that knows its targets, `lambda logits: cross_entropy(logits, targets)`, which
-            count as inputs; targets that are meta tensors count as zeros. Wherever zoo takes a loss
-            it is called as in `loss(model(x))`: a tuple, dict or dataclass is its one argument.
-        device: "a100", say, estimates for a device that is not here by its peak rates, without
-            kernel workspaces (`zoo.profiling.kernel_costs` lists them). By default, and by the name
-            of the model's own device, each kind of kernel is measured where the model is. The
-            report says which device it is for, and warns where its plan trains on another.
-        optimizer_in_backward: the step is trained with `zoo.optimizer_in_backward`: gradients are
-            counted until each is complete.
-        accumulates: the step begins with gradients, of earlier backwards or zeroed in place: all
-            of them count from the start.
-        holds_outputs: a variable of the training loop holds what the model returns until the
-            backward is over, as in `outputs = model(x)`: True unless `loss` is given, which makes
-            it `loss(model(x)).backward()`. False for the Trainer of transformers, which drops the
-            logits: a sixteenth of a step of GPT-2.
+        optimizer: whose state is counted: `"adamw"`, `"adam"`, `"sgd"` (with momentum), `"none"` or
+            None; a class, a function of the list of parameters, or an optimizer of the model's
+            parameters.
+        loss: a function of the model's output, so that a loss outside of the model counts: `lambda
+            logits: cross_entropy(logits, targets)`. Its targets count as inputs. It is called as in
+            `loss(model(x))`: a tuple, dict or dataclass is its one argument.
+        device: by default each kind of kernel is measured where the model is. "a100", say,
+            estimates for a device that is not here by its peak rates, without kernel workspaces
+            (`zoo.profiling.kernel_costs` lists them). A report warns where its plan trains on
+            another device.
+        optimizer_in_backward: the step is trained with `zoo.optimizer_in_backward`.
+        accumulates: the step begins with all gradients, of earlier backwards or zeroed in place.
+        holds_outputs: a variable holds what the model returns until the backward is over, as in
+            `outputs = model(x)`: True unless `loss` is given. False for the Trainer of
+            transformers, which drops the logits: a sixteenth of a step of GPT-2.
         offload: what segments start from lies on the host until the backward, as with
-            `zoo.checkpoint(model, offload=True)`, which a model that gets the report has, too. A
-            copy of 32 MiB is measured, and kernels are predicted to wait where copies take longer
-            than the kernels beside them, which run as fast as alone.
+            `zoo.checkpoint`; a model that gets the report is offloaded, too. A copy of 32 MiB is
+            measured: kernels wait where copies take longer than the kernels beside them.
         host_budget: the most bytes there; a plan that needs more is left out.
 
     Raises:
-        ArgumentError: no module, one that reads numbers which only a real step has, a loss that
-            does not take the model's output, both or neither of budget and overhead, or a wrong
-            form of them.
+        ArgumentError: a model that reads numbers which only a real step has, a loss that does not
+            take its output, both or neither of budget and overhead, or a wrong form of an argument.
         BudgetError: no plan keeps to the budget, with the least that one needs.
     """
     bounds = parse_bounds(memory_budget, max_overhead)
@@ -122,9 +112,8 @@ def frontier(
 ) -> Frontier:
     """Returns the best plans by rising peak and falling time, then the classic schemes.
 
-    Each point has `peak`, `time_ratio`, `plan` and `name`; `Frontier` draws and writes them.
-    Arguments and errors are those of `plan`. Ctrl-C raises `Interrupted`, a KeyboardInterrupt whose
-    `found` is the `Frontier` of the plans found so far, once there are some.
+    Each point has `peak`, `time_ratio`, `plan` and `name`. Arguments and errors are those of
+    `plan`. Ctrl-C raises `Interrupted`, whose `found` is the `Frontier` so far.
     """
     optimal_planner()
     return planner_for(

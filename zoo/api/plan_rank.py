@@ -130,31 +130,26 @@ def plan_rank(
 ) -> RankReport:
     """Finds the plan of least time whose training step keeps to a budget on each of many ranks.
 
-    The ranks are simulated, by a fake process group and fake tensors, so that nothing of the
-    model's size is allocated. Bytes are those of the step's tensors on rank 0, which of uneven
-    shards has the larger, as the allocator of the device counts them, with the workspaces of
-    cuBLAS; those of other kernels are not counted. Some twenty plans are compared, so that
-    a faster one may be missed.
+    The ranks are simulated by a fake process group and fake tensors: nothing of the model's size is
+    allocated. Bytes are those of rank 0, as the device's allocator counts them, with cuBLAS's
+    workspaces and without those of other kernels. Some twenty plans are compared, so that a faster
+    one may be missed.
 
     Args:
         model: whole, not spread over ranks; may be on the meta device. A copy is spread.
         inputs: of one rank: its part of the batch.
         world_size: the number of ranks.
-        strategy: "fsdp2" shards each block and then the whole (`fully_shard`, ZeRO-3, as in
-            arXiv:1910.02054), "ddp" keeps all on each rank and a copy of the gradients in buckets
-            (`DistributedDataParallel`, arXiv:2006.15704). Or a function that spreads a copy of the
-            model in place, as `fully_shard` and `parallelize_module` do: it is called while
-            `torch.distributed` has a group of `world_size` processes.
+        strategy: "fsdp2" shards each block and then the whole (ZeRO-3, arXiv:1910.02054), "ddp"
+            keeps all on each rank and gradients in buckets (arXiv:2006.15704); or a function that
+            spreads a copy of the model in place, called within a group of `world_size` processes.
         memory_budget: that of `zoo.plan`, for the peak of a rank; not "device".
-        max_overhead, optimizer, loss, device: those of `zoo.plan`; kernels are never timed, and
-            time is without communication.
-        optimizer_in_backward: the step is trained with `zoo.optimizer_in_backward`: shards of
-            gradients are counted until each is used. Not by "ddp".
+        max_overhead, optimizer, loss, device: as in `zoo.plan`; kernels are never timed, and time
+            is without communication.
+        optimizer_in_backward: not by "ddp".
 
     Raises:
-        ArgumentError: no module, one whose forward cannot be traced or that is spread already, no
-            such strategy or bound, an optimizer in the backward by "ddp", or a process group that
-            exists already.
+        ArgumentError: a forward that cannot be traced, a model that is spread already, no such
+            strategy or bound, or a process group that exists already.
         BudgetError: no plan keeps to the budget, with the least that one needs.
         OptimizerError: the optimizer cannot step in the backward.
     """

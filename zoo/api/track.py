@@ -56,19 +56,17 @@ def track(
             optimizer.step()
         print(timeline)
 
-    The timeline is filled when the block ends, also by an exception. Of a decorator the attribute
-    `timeline` is the latest one. Works for real tensors on any device and for fake
-    ones; changes no number and leaves nothing behind. On a device whose allocator reserves memory
-    `timeline.reserved_peak` tells how much at most, for which torch's peak counters are reset.
+    The timeline is filled when the block ends, also by an exception; a decorated function has its
+    latest one as `timeline`. Real tensors on any device and fake ones are tracked. For
+    `timeline.reserved_peak` torch's peak counters are reset.
 
     Args:
         model: its parameters, buffers, steps and modules name the bytes.
         optimizer: its state counts from the start, that of any other from its first step on.
         inputs: tensors in any nesting, counted from the start even where nothing reads them.
-        allocator: on the CPU, also record the allocator's own events with torch's profiler, for
-            kernel workspaces. Not inside of another profiler. torch may log a harmless "memory
-            block of unknown size was allocated before" on stderr; TORCH_CPP_LOG_LEVEL=ERROR, set
-            before torch is imported, stops such lines.
+        allocator: on the CPU, also records the allocator's own events by torch's profiler, for
+            kernel workspaces; not inside of another profiler. TORCH_CPP_LOG_LEVEL=ERROR stops lines
+            on stderr about memory blocks "allocated before".
 
     Raises:
         ArgumentError: no module, no optimizer, allocator=True for a model that is not on the CPU,
@@ -81,7 +79,7 @@ def track(
 class Anatomy:
     """The timelines of one training step: of the baseline, and with the plan if there is one.
 
-    `savings` says in sentences what a plan can save of the step, and what holds the rest.
+    `savings` are sentences: what a plan can save of the step, and what holds the rest.
     """
 
     baseline: Timeline
@@ -125,13 +123,12 @@ def anatomy(
         model: in the mode of the training, with or without a plan of its own.
         inputs: a tensor, a tuple or a dict of keyword arguments, real or on the meta device.
         optimizer: that of `zoo.plan`; None takes no step.
-        loss: turns what the model returns into a scalar, as in `zoo.plan`; by default a scalar or
-            an output named `loss` is the loss, else the sum of the means of all floating tensors.
+        loss: as in `zoo.plan`; by default a scalar or an output named `loss`, else the sum of the
+            means of all floating outputs.
         checkpoint: what `zoo.create` takes, in place of the model's own.
-        device: "meta" runs nothing real: fake tensors stand for those of the model's device, the
-            CPU's where the model is on the meta device. Meta inputs or parameters imply it.
-        optimizer_in_backward: both steps are trained with `zoo.optimizer_in_backward`; where
-            `optimizer` is None, plain SGD uses the gradients.
+        device: "meta" runs nothing real, but fake tensors of the model's device. Meta inputs or
+            parameters imply it.
+        optimizer_in_backward: both steps are trained so; without an optimizer by plain SGD.
 
     Raises:
         ArgumentError: no module; a plan for what cannot be traced.

@@ -68,20 +68,17 @@ def verify(
 
     Args:
         model: in the mode of the training; plans of its own, and of modules in it, are ignored.
-        inputs: a tensor, a tuple of arguments, a dict of keyword arguments, or a function of the
-            number of the training step, from 0 on, that returns one of these. Gradients of those
-            that require them are compared.
+        inputs: as in `zoo.plan`, or a function of the training step's number, from 0 on. Gradients
+            of inputs that require them are compared.
         checkpoint: what `zoo.create` takes.
         steps: training steps to compare.
-        loss: turns what the model returns into a scalar, as in `zoo.plan`; by default a sum over
-            every element of every floating output, each with a weight of its own.
+        loss: as in `zoo.plan`; by default a sum of all floating outputs, each element with a weight
+            of its own.
         optimizer: that of `zoo.plan`; SGD with momentum by default.
-        optimizer_in_backward: the copy with `checkpoint=` trains with
-            `zoo.optimizer_in_backward`; the state of the optimizer is compared, too.
-        cuda_graph: the copy with `checkpoint=` trains by `zoo.make_graphed_step`. As many steps of
-            training as it runs eagerly come on top, so that `steps` of them are replays.
-        deterministic: all train by torch's deterministic algorithms, for a model that does not
-            repeat its own numbers; its settings are restored afterwards.
+        optimizer_in_backward: trains the copy with a plan so; compares optimizer state, too.
+        cuda_graph: trains the copy with a plan by `zoo.make_graphed_step`, until `steps` steps were
+            replays.
+        deterministic: trains by torch's deterministic algorithms; settings are restored.
 
     Raises:
         ArgumentError: no module, or other arguments that cannot be verified.

@@ -64,14 +64,12 @@ def create(
     that torchvision, timm or transformers publish, through that library.
 
     Another library's model has its library before its name: `"timm/convnext_tiny"`,
-    `"torchvision/resnet50"`, `"monai/UNet"`, and, by a class that is built from the defaults of its
-    configuration, `"transformers/GPT2LMHeadModel"`. The arguments are those of the library's own
-    factory, or of the configuration, whose `use_cache` is off unless it is given; the library is
-    imported by this call. No name or configuration is looked up in a hub.
+    `"torchvision/resnet50"`, `"monai/UNet"`, `"transformers/GPT2LMHeadModel"`, whose configuration
+    has its defaults and no cache. The arguments are those of the library's own factory or
+    configuration. Nothing is looked up in a hub.
 
     Raises:
-        ModelNameError: no such model; the message offers the nearest names. Or no such library, or
-            one that cannot be imported.
+        ModelNameError: no such model or library; the message offers the nearest names.
         ArgumentError: an argument that this model does not take, or a value out of range.
         WeightsError: there are no such weights, or no way to fetch them.
     """

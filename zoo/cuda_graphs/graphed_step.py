@@ -79,11 +79,10 @@ class Kind:
 
 
 class GraphedStep:
-    """A training step that is replayed as a CUDA graph where that is what it would have done.
+    """A training step that is replayed as a CUDA graph.
 
     Attributes:
-        eager, captures, replays: how many calls ran eagerly, how many graphs were captured, and how
-            many calls were replays.
+        eager, captures, replays: how many calls ran eagerly, captured a graph, replayed one.
     """
 
     def __init__(
@@ -337,18 +336,14 @@ def make_graphed_step(
             losses.append(train(images.cuda(), labels.cuda()))
 
     Each call is one training step, bit for bit the one that `step` would have been. The first three
-    calls with batches of a kind (shapes, types, plain values) run eagerly, on a stream of their
-    own; the next one is captured. From then on a batch is copied to where the graph reads it, and
-    the graph is replayed: kernels follow one another without Python. A kind that is rare, such as
-    the last batch of an epoch, runs eagerly. Eight graphs are kept, in one pool of memory.
+    calls with batches of a kind (shapes, types, plain values) run eagerly; the next one is
+    captured, and from then on the graph is replayed without Python. A rare kind, such as the last
+    batch of an epoch, runs eagerly. Eight graphs are kept, in one pool of memory.
 
-    Before each replay all is compared that the Python of the step may have read: learning rates and
-    other values of the optimizer, `train()` and `eval()`, requires_grad, parameters and gradients
-    by their addresses, hooks, plans, variables that the step uses. Where something differs, the
-    call runs eagerly, and calls that stay so are captured anew. A learning rate that changes in
-    each step is to be a tensor on the device, which schedulers fill: AdamW takes one with
-    `capturable=True`, SGD with `fused=True`. Random numbers of the device advance as in eager
-    steps, and checkpoints are saved and loaded as ever.
+    Before each replay all is compared that Python may have read; where it differs, the call runs
+    eagerly (docs/cuda-graphs.md). A learning rate that changes in each step has to be a tensor on
+    the device, which schedulers fill: AdamW takes one with `capturable=True`, SGD with
+    `fused=True`. Random numbers of the device advance as in eager steps.
 
     The batch is on the device; what is returned is detached, and no later call changes it. On a
     device without graphs the step runs as it is.
@@ -360,10 +355,10 @@ def make_graphed_step(
 
     Raises:
         ArgumentError: no function, module or optimizer.
-        GraphError: now, or at a call before anything of it has run: the step reads numbers out of
-            tensors (`.item()`, a GradScaler, control flow), draws random numbers on the host or
-            changes values of Python, which no replay would do; an optimizer without
-            `capturable=True`; a batch on another device, with objects, or that requires gradients.
+        GraphError: now, or before anything of a call has run: the step reads numbers out of tensors
+            (`.item()`, a GradScaler), draws random numbers on the host or changes Python values; an
+            optimizer without `capturable=True`; a batch on another device, with objects, or that
+            requires gradients.
     """
     models = tuple(model) if isinstance(model, list | tuple) else (model,)
     optimizers = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)

@@ -146,10 +146,9 @@ def checking(every: int | None = None) -> Iterator[ReplayCheck]:
 def check_replays(*, every: int | None = None) -> Iterator[None]:
     """Compares tensors that are recomputed on accelerators inside of the block with the forward's.
 
-    64 bytes of each saved tensor that is recomputed are compared on its device; the result is read
-    at the end of the block, and with `every=10` after each tenth backward, which waits for the
-    device. Forward and backward must both be in the block. On the CPU each recomputation is
-    compared anyway.
+    64 bytes of each are compared on the device; the result is read at the end of the block, and
+    with `every=10` after each tenth backward, which waits for the device. Forward and backward must
+    both be in the block. On the CPU each recomputation is compared anyway.
 
     Raises:
         ArgumentError: `every` is no number of backwards.

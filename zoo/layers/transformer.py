@@ -21,11 +21,10 @@ ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}
 class TransformerBlock(nn.Module):
     """Attention and a two-layer perceptron, each behind a norm: (N, T, C) -> (N, T, C).
 
-    `width` is C, `heads` divides it, the perceptron is `mlp_ratio` times as wide. `causal` lets a
-    token see itself and those before it. `attention_drop_rate` drops attention weights, `drop_rate`
-    what each branch adds, `drop_path_rate` whole samples of a branch. `activation` is "gelu" or its
-    tanh form "gelu_tanh". Outputs and gradients are those of timm's `Block(qkv_bias=True)` bit for
-    bit, but nothing is dropped after the activation, as in GPT-2.
+    `width` is C, `heads` divides it, the perceptron is `mlp_ratio` times as wide; `causal` masks
+    later tokens. `attention_drop_rate` drops attention weights, `drop_rate` what each branch adds,
+    `drop_path_rate` whole samples. `activation` is "gelu" or "gelu_tanh". Bits are those of timm's
+    `Block(qkv_bias=True)`, but nothing is dropped after the activation, as in GPT-2.
 
     Raises:
         ArgumentError: heads that do not divide the width, an unknown activation, a rate outside

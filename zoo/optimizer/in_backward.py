@@ -153,27 +153,24 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "OptimizerI
             optimizer.step()              # checks that all is as it would be without
             optimizer.zero_grad()
 
-    Weights, optimizer state, its `state_dict` and schedulers are bit for bit those of the same loop
-    without this call; a few gradients exist at once in place of all. `.grad` of an updated
-    parameter is a tensor of the same shape without numbers or memory, whose use raises.
+    Weights, optimizer state and schedulers are bit for bit those of the same loop without this
+    call; a few gradients exist at once in place of all. `.grad` of an updated parameter has no
+    numbers, and its use raises.
 
-    After an exception in a backward the parameters that `updated` of the handle names have taken
-    the step, the others have not. `step()`, `state_dict()`, `remove()` and the next backward raise
-    until weights and optimizer state are loaded and `reset()` is called.
+    After an exception in a backward, `updated` of the handle names the parameters that have taken
+    the step. All calls raise until weights and optimizer state are loaded and `reset()` is called.
 
-    A weight that the backward is yet to read, such as in the replay of a pass without gradients, is
-    updated when the backward ends: `waited` of the handle names these. A hook before the steps of
-    this optimizer or of all, or a `step` that was replaced, may clip gradients or set a learning
-    rate. While there is one, `step()` updates all weights as without this call, with all gradients
-    in memory, and one warning says so.
+    A weight that the backward is yet to read is updated when the backward ends (`waited`). A hook
+    before steps, or a replaced `step`, may clip gradients or set a learning rate: while there is
+    one, `step()` updates all weights as without this call, with a warning.
 
     Between a backward and `step()` weights are already new: evaluate, average or save them after
     `step()`. A weight whose numbers are read by way of `.data` is not protected.
 
     Args:
         model: whose parameters the optimizer updates, all or some; also sharded by FSDP2.
-        optimizer: of torch.optim or another that updates each parameter by itself. That is tried
-            on small tensors. Groups, foreach, fused and schedulers as they are.
+        optimizer: of torch.optim or another that updates each parameter by itself, which is tried
+            on small tensors.
 
     Returns:
         A handle: `remove()` takes it off again.
@@ -181,10 +178,9 @@ def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "OptimizerI
     Raises:
         ArgumentError: no module, no optimizer, or one that steps in the backward already.
         OptimizerError: the optimizer looks at several parameters at once (LBFGS), takes a closure,
-            or gradients are combined after the backward (DistributedDataParallel, the older
-            FullyShardedDataParallel). Later: float16 autocast, whose GradScaler scales gradients;
-            a second backward before `step()`; a weight or a learning rate that is changed
-            between the two; `create_graph=True`; any use of a gradient that was freed.
+            or gradients are combined after the backward (DDP, FSDP1). Later: a GradScaler; a second
+            backward before `step()`; a weight or learning rate changed between the two;
+            `create_graph=True`; use of a freed gradient.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"optimizer_in_backward needs a module; got {shortened(model)}")
@@ -238,9 +234,8 @@ class OptimizerInBackward:
     """The handle of an optimizer that steps in the backward.
 
     Attributes:
-        updated: names of the parameters that backwards have updated since the last `step()`.
-        waited: names of those that the last backward updated at its end, since it still had to read
-            them when their gradients were complete.
+        updated: names of the parameters updated since the last `step()`.
+        waited: names of those that the last backward updated at its end.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:

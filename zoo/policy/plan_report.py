@@ -143,24 +143,18 @@ class PlanReport:
         predicted_activations: bytes of activations at their peak, without parameters' gradients.
         budget: bytes; None if a time was given.
         baseline_peak: `predicted_peak` of the baseline.
-        least_peak: the least peak of any plan; of more than 150 steps, of any plan whose long
-            segments begin and end at some 400 states between them, chosen between blocks.
+        least_peak: the least of any plan; beyond 150 steps long segments begin and end at some 400
+            of the states between steps only.
         fixed: bytes that no plan changes.
         at_peak: `predicted_peak` by category.
-        flops: operations of the forward; `recomputed_flops` are those that are recomputed.
-        names: of the steps.
-        blocks: for each step, the number of its block.
-        saved: for each step, the bytes that it saves for its backward and no earlier step saves.
+        flops, recomputed_flops: operations of the forward, and those that are recomputed.
+        names, blocks, saved: for each step, its name, its block's number, the bytes that it is the
+            first to save.
         title: the model and its inputs.
         kernels_measured: whether each kind of kernel was measured, so that kernel workspaces count.
-        device: that it was made for, by its maker's name: the model's own, or the one whose peak
-            rates were asked for.
-        optimizer: the class of the optimizer that is counted; "" for none.
-        accumulates: whether gradients of earlier backwards are counted.
-        holds_outputs: whether what the model returns is counted until the backward is over.
-        offloaded: bytes that the host holds until the backward, beside all others; with any, a
-            model that gets this report is offloaded.
-        format: how the steps are numbered: those of `FORMAT` are ranges of the forward's kernels.
+        device, optimizer, accumulates, holds_outputs: what it was made for.
+        offloaded: bytes that the host holds until the backward, beside all others.
+        format: how the steps are numbered.
     """
 
     plan: Plan
@@ -326,10 +320,8 @@ class Frontier(Sequence[Point]):
     Attributes:
         points: the plans.
         baseline: the plan without recomputation, time ratio 1.
-        lower_bound: bytes that no plan goes below: those that no plan changes (parameters, buffers,
-            inputs, optimizer state), plus the largest forward or backward of a single step, or the
-            optimizer's step. It holds for any schedule of these steps that neither offloads states
-            nor runs parts of a step.
+        lower_bound: bytes that no schedule of whole steps goes below without offloading: what no
+            plan changes, plus the largest single step or the optimizer's.
         title: the model and its inputs.
         kernels_measured: whether each kind of kernel was measured, so that kernel workspaces count.
         device: that it was made for, as in `PlanReport`.

@@ -52,8 +52,7 @@ class Largest:
         size: of the batch, or of the dimensions that vary.
         budget: bytes.
         predicted_peak: bytes of the whole training step.
-        next_peak: bytes that the next larger size needs at least, with the excess of real steps
-            over the prediction; None if the model takes no larger inputs.
+        next_peak: bytes that the next larger size needs at least; None if there is none.
         measured_peak: bytes of a real step; None if none was run.
         plan: of the steps.
         predicted_time_ratio: seconds of forward and backward against the baseline's.
@@ -129,29 +128,23 @@ def largest(
 ) -> Largest:
     """Finds the largest size whose whole training step fits a budget in bytes.
 
-    The returned size fits and the next two do not, which makes it exact if bytes grow with the
-    size. The model does not change; only real steps allocate memory of its size. Ctrl-C during the
-    search raises `Interrupted`, a KeyboardInterrupt whose `found` is the largest size known to fit.
+    The returned size fits and the next two do not. The model does not change. Ctrl-C raises
+    `Interrupted`, whose `found` is the largest size known to fit.
 
     Args:
         model: in the mode of the training; on the meta device if it has no memory yet.
-        sample: the inputs in any size: a tensor, a tuple or a dict of keyword arguments, also of
-            meta tensors. A real step repeats its values; meta tensors become zeros.
-        memory_budget: that of `zoo.plan`, but no share of a baseline, which grows with the size.
-        checkpoint: an option of `zoo.create`; by default that in force on the model. "auto" allows
-            any plan that fits the budget, and chooses the fastest for the returned size.
+        sample: inputs of any size. A real step repeats their values; meta tensors become zeros.
+        memory_budget: no share of a baseline, which grows with the size.
+        checkpoint: by default the model's own. "auto" allows any plan that fits the budget.
         max_overhead: with "auto", at most so much more time: 0.2 or "20%" for a fifth.
         optimizer, loss, device: those of `zoo.plan`.
-        vary: the dimension that grows, in every tensor of the sample, or several of one size, such
-            as `(2, 3, 4)` for a volume; or, without a sample, a function of the size that makes the
-            inputs, preferably as meta tensors.
+        vary: the dimension that grows in every tensor of the sample, or several, `(2, 3, 4)` for a
+            volume; or, without a sample, a function of the size that makes the inputs.
         multiple_of: only multiples of this are sizes.
-        verify: whether a copy of the model trains two real steps at the returned size, if the
-            device is present and has room beside the model. If the steps take more than the budget,
-            the size is lowered. By default they run if kernels were measured and a training step
-            takes less than 20 seconds.
-        optimizer_in_backward: training steps, predicted and real, are those with
-            `zoo.optimizer_in_backward`, as in `zoo.plan`.
+        verify: whether a copy trains two real steps at the returned size, which is lowered if they
+            take more than the budget; by default if kernels were measured and a step takes less
+            than 20 seconds.
+        optimizer_in_backward: as in `zoo.plan`, for real steps, too.
 
     Raises:
         ArgumentError: no module, one that cannot be traced, or an invalid argument.

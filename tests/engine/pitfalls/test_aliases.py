@@ -60,7 +60,10 @@ def write_two_and_read_them(h: Tensor, own: Tensor) -> None:
 def test_arguments_of_one_kernel_that_share_memory(
     write: Callable[[Tensor, Tensor], None], depth: int
 ) -> None:
-    """At depth 1 the memory is of code outside of the segment, deeper of a segment around it."""
+    """a kernel that writes several views of a tensor | exact | exact
+
+    At depth 1 the memory is of code outside of the segment, deeper of a segment around it.
+    """
 
     def program(call: Call) -> object:
         def inside(x: Tensor, h: Tensor) -> Tensor:

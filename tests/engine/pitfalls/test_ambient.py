@@ -37,7 +37,10 @@ def record(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("way", WAYS)
 def test_autocast(way: Way, dtype: torch.dtype, inside: bool) -> None:
-    """fairscale#1199, pytorch#141896: the backward outside of the context, and inside."""
+    """autocast, the backward inside or outside | exact | exact
+
+    fairscale#1199, pytorch#141896: the backward outside of the context, and inside.
+    """
     assert_exact(lambda call: record(call, net(nn.BatchNorm1d(4)), way, autocast(dtype), inside))
 
 
@@ -59,7 +62,10 @@ def test_autocast_around_the_backward_only(way: Way) -> None:
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("before", [False, True])
 def test_autocast_of_one_weight_in_several_places(before: bool, inside: bool, cache: bool) -> None:
-    """pytorch#141896, pytorch#193338: two segments, and outside of them, with a cached cast."""
+    """one weight in two segments, autocast's cache | exact | exact
+
+    pytorch#141896, pytorch#193338: two segments, and outside of them, with a cached cast.
+    """
 
     def program(call: Call) -> Any:
         layer = nn.Linear(4, 4)
@@ -100,7 +106,10 @@ def test_autocast_entered_and_left_inside(around: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
 def test_a_choice_of_kernels_around_the_forward_only(backend: SDPBackend) -> None:
-    """pytorch#84864: thread-local state is not captured."""
+    """`sdpa_kernel(...)` around the forward only | raises | exact
+
+    pytorch#84864: thread-local state is not captured.
+    """
 
     def program(call: Call) -> Any:
         layer, x = nn.Linear(8, 24), torch.randn(2, 2, 64, 8).requires_grad_()
@@ -126,7 +135,10 @@ def set_warning() -> None:
 
 @pytest.mark.parametrize("change", [set_default_dtype, set_deterministic, set_warning])
 def test_global_switches_around_the_forward_only(change: Callable[[], None]) -> None:
-    """pytorch#84864: a factory call in the segment sees what the forward saw."""
+    """default dtype, deterministic mode, oneDNN, cuDNN | those of the backward | exact
+
+    pytorch#84864: a factory call in the segment sees what the forward saw.
+    """
 
     def function(x: Tensor) -> Tensor:
         flags = torch.are_deterministic_algorithms_enabled()

@@ -60,7 +60,10 @@ class InATensor(Scheduled):
 @pytest.mark.parametrize("place", [Counting, Scheduled, InAnArray, InATensor])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_counter_used_as_a_schedule(place: type[nn.Module], way: Way) -> None:
-    """torch.utils.checkpoint's docs: other behavior in the backward 'due to a global variable'."""
+    """counters and schedules in attributes | count twice; another branch | once
+
+    torch.utils.checkpoint's docs: other behavior in the backward 'due to a global variable'.
+    """
     assert_trains(place, way=way)
 
 
@@ -69,6 +72,8 @@ def test_a_counter_used_as_a_schedule(place: type[nn.Module], way: Way) -> None:
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_an_iterator_that_cannot_be_copied(make: Callable[[], Iterator[int]], way: Way) -> None:
+    """iterators and generators | advance twice | once"""
+
     class Iterating(Scheduled):
         def start(self) -> None:
             self.numbers = make()
@@ -83,7 +88,10 @@ steps_taken = 0
 
 
 def test_a_counter_outside_of_any_module() -> None:
-    """The same warning: a variable of a closure, of the file, of a function."""
+    """counters in globals and closures | count twice; another branch | once
+
+    The same warning: a variable of a closure, of the file, of a function.
+    """
 
     def program(call: Call) -> Any:
         global steps_taken

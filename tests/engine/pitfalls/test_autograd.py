@@ -17,7 +17,10 @@ def mixed() -> nn.Sequential:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_of_some_tensors(way: Way) -> None:
-    """torch's docs: reentrant supports neither autograd.grad nor backward(inputs=...)."""
+    """`autograd.grad`, `backward(inputs=...)` | raises, if reentrant | exact
+
+    torch's docs: reentrant supports neither autograd.grad nor backward(inputs=...).
+    """
 
     def program(call: Call) -> Any:
         model, (x,) = mixed(), rows()
@@ -31,7 +34,10 @@ def test_gradients_of_some_tensors(way: Way) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_double_backward(way: Way) -> None:
-    """Gradient penalty: create_graph=True, which reentrant does not support."""
+    """double backward, `retain_graph` | raises, if reentrant | exact
+
+    Gradient penalty: create_graph=True, which reentrant does not support.
+    """
 
     def program(call: Call) -> Any:
         model, (x,) = mixed(), rows()
@@ -148,7 +154,10 @@ def test_two_outputs_and_two_backwards() -> None:
 
 
 def test_several_forwards_before_one_backward() -> None:
-    """Statistics, counters and masks of each forward are its own, in any order of backwards."""
+    """several forwards before a backward | state of the last one | exact
+
+    Statistics, counters and masks of each forward are its own, in any order of backwards.
+    """
 
     def program(call: Call) -> Any:
         model, batches = mixed(), [rows() for _ in range(4)]
@@ -163,7 +172,10 @@ def test_several_forwards_before_one_backward() -> None:
 
 @pytest.mark.parametrize("norm", [True, False])
 def test_segments_three_deep(norm: bool) -> None:
-    """pytorch#90105: nested segments, with norm and dropout, and without the norm."""
+    """nested segments | inner state updated three times | exact
+
+    pytorch#90105: nested segments, with norm and dropout, and without the norm.
+    """
 
     def program(call: Call) -> Any:
         parts = [net(nn.BatchNorm1d(4) if norm else nn.Tanh(), nn.Dropout(0.3)) for _ in range(3)]
@@ -221,7 +233,10 @@ def test_a_derivative_inside_the_forward_by_a_double_backward(way: Way) -> None:
 
 @pytest.mark.parametrize("leaf", [True, False])
 def test_a_training_step_inside_the_forward(leaf: bool) -> None:
-    """backward() of a detached part in the segment: no gradient may be added twice."""
+    """a backward or training step in the forward | gradients added twice | once
+
+    backward() of a detached part in the segment: no gradient may be added twice.
+    """
 
     def program(call: Call) -> Any:
         inner, outer, (x,) = mixed(), nn.Linear(4, 4), rows()
@@ -269,7 +284,10 @@ def test_a_retained_gradient_of_an_intermediate(way: Way) -> None:
 
 @pytest.mark.parametrize("shared", ["none", "weight", "container"])
 def test_an_optimizer_in_the_backward(shared: str) -> None:
-    """pytorch#81296: a parameter is stepped as soon as its gradient is there."""
+    """an optimizer in a gradient hook | exact | exact
+
+    pytorch#81296: a parameter is stepped as soon as its gradient is there.
+    """
 
     def step(parameter: Tensor) -> None:
         with torch.no_grad():
@@ -314,7 +332,10 @@ def test_anomaly_mode(way: Way) -> None:
 
 
 def test_random_shapes_are_exact() -> None:
-    """torch's 'different metadata' check: shapes that depend on drawn numbers."""
+    """shapes that are drawn | raises, if drawn by Python | exact
+
+    torch's 'different metadata' check: shapes that depend on drawn numbers.
+    """
 
     def program(call: Call) -> Any:
         (x,) = rows()

@@ -35,7 +35,10 @@ class Balanced(Logging):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [Logging, Balanced])
 def test_an_auxiliary_loss_left_on_the_module(kind: type[Logging], way: Way) -> None:
-    """Megatron-LM#1330: appended twice; without a gradient where a forward has no graph."""
+    """logs and auxiliary losses | appended twice | once
+
+    Megatron-LM#1330: appended twice; without a gradient where a forward has no graph.
+    """
 
     def program(call: Call) -> Any:
         model = kind()
@@ -65,7 +68,10 @@ class Carrying(nn.Module):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_hidden_state_carried_on_the_module(way: Way, cut: bool) -> None:
-    """LSTM language models: truncated backpropagation, and one that goes through all calls."""
+    """hidden state on the module | starts from the next state | exact
+
+    LSTM language models: truncated backpropagation, and one that goes through all calls.
+    """
 
     def program(call: Call) -> Any:
         model = Carrying(cut)
@@ -93,12 +99,18 @@ class MakingItsLayer(nn.Module):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [MakingItsParameter, MakingItsLayer])
 def test_what_the_first_call_makes_is_made_once(kind: type[nn.Module], way: Way) -> None:
-    """Parameters drawn and layers built inside, and trained from then on."""
+    """lazy layers, caches | made again, or found filled | once
+
+    Parameters drawn and layers built inside, and trained from then on.
+    """
     assert_trains(lambda: net(kind(), nn.Linear(3 if kind is MakingItsLayer else 4, 4)), way=way)
 
 
 def test_batch_norm_reached_through_a_closure_over_several_inputs() -> None:
-    """bn_function of torchvision's DenseNet and of efficient_densenet_pytorch."""
+    """norms in a closure, as in DenseNet | updated twice | once
+
+    bn_function of torchvision's DenseNet and of efficient_densenet_pytorch.
+    """
 
     def factory(norm: nn.Module, linear: nn.Module) -> Any:
         def function(*parts: Tensor) -> Any:

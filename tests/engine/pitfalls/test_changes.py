@@ -40,7 +40,10 @@ def mixed() -> nn.Sequential:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("training", [True, False])
 def test_train_or_eval_before_the_backward(training: bool, way: Way) -> None:
-    """The mode of dropout and norms is that of the forward; statistics move only there."""
+    """`eval()` before `backward()` | raises | exact
+
+    The mode of dropout and norms is that of the forward; statistics move only there.
+    """
 
     def program(call: Call) -> Any:
         model = net(nn.BatchNorm1d(4), nn.Dropout(0.5), nn.InstanceNorm1d(6)).train(training)
@@ -56,7 +59,10 @@ def test_train_or_eval_before_the_backward(training: bool, way: Way) -> None:
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 def test_functional_call(way: Way, keep: bool) -> None:
-    """Meta-learning, averaged weights: gradients of the swapped ones, buffers too."""
+    """`torch.func.functional_call` | reads the module's own weights | exact
+
+    Meta-learning, averaged weights: gradients of the swapped ones, buffers too.
+    """
 
     def program(call: Call) -> Any:
         class Wrapper(nn.Module):
@@ -80,7 +86,10 @@ def test_functional_call(way: Way, keep: bool) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("frozen", [True, False])
 def test_requires_grad_changed_before_the_backward(frozen: bool, way: Way) -> None:
-    """Progressive freezing, LoRA: a run at that time would save another number of tensors."""
+    """`requires_grad` toggled (freezing, LoRA) | raises | exact
+
+    Progressive freezing, LoRA: a run at that time would save another number of tensors.
+    """
 
     def program(call: Call) -> Any:
         model = net(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
@@ -104,7 +113,10 @@ class Setting:
 
 @pytest.mark.parametrize("place", ["number", "dict", "class", "object", "closure"])
 def test_values_changed_through_a_variable_before_the_backward(place: str) -> None:
-    """torch's docs: 'silently incorrect gradients'."""
+    """a variable of the function changes | its new value, silently | exact
+
+    torch's docs: 'silently incorrect gradients'.
+    """
 
     def program(call: Call) -> Any:
         global scale  # noqa: PLW0603
@@ -128,7 +140,10 @@ def test_values_changed_through_a_variable_before_the_backward(place: str) -> No
 
 @pytest.mark.parametrize("change", ["number", "child", "parameter", "forward", "data"])
 def test_what_the_user_changes_before_the_backward(change: str) -> None:
-    """The gradient is that of the model that the forward saw."""
+    """layers or buffers replaced | the new ones, silently | exact
+
+    The gradient is that of the model that the forward saw.
+    """
 
     def program(call: Call) -> Any:
         model = net(Scaled(), nn.Dropout(0.3))
@@ -175,7 +190,10 @@ PLACES = ["input", "in a dict", "parameter", "frozen parameter", "small closure"
 
 @pytest.mark.parametrize("where", PLACES)
 def test_tensors_changed_in_place_before_the_backward(where: str) -> None:
-    """pytorch#178568 and the optimizer stepped too early: the baseline raises, so must this."""
+    """a weight written, an optimizer stepped early | wrong gradients | raises
+
+    pytorch#178568 and the optimizer stepped too early: the baseline raises, so must this.
+    """
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         changed_after(plain, where)
     with pytest.raises(RuntimeError, match=r"changed|modified"):
@@ -183,7 +201,10 @@ def test_tensors_changed_in_place_before_the_backward(where: str) -> None:
 
 
 def test_weights_loaded_before_the_backward() -> None:
-    """load_state_dict writes in place: the baseline raises, the replay is refused."""
+    """`load_state_dict` before `backward()` | wrong gradients | raises
+
+    load_state_dict writes in place: the baseline raises, the replay is refused.
+    """
     model = mixed()
     state = {name: value * 2 for name, value in model.state_dict().items()}
     loss = zoo.recompute(model, *rows()).sum()
@@ -195,7 +216,10 @@ def test_weights_loaded_before_the_backward() -> None:
 @pytest.mark.parametrize("made", ["outside", "inside"])
 @pytest.mark.parametrize("operation", [torch.sin, torch.exp, torch.square])
 def test_a_saved_tensor_that_is_detached_in_place(operation: Any, made: str) -> None:
-    """Refused where autograd needs its history: that of an argument, and not of a result."""
+    """`detach_()` of a saved tensor | raises | raises while the tensor is held
+
+    Refused where autograd needs its history: that of an argument, and not of a result.
+    """
 
     def program(call: Call) -> Any:
         x = torch.rand(3, requires_grad=True)

@@ -104,7 +104,10 @@ class Broken(nn.Module):
 @pytest.mark.parametrize("kind", ["break", "count", "norm"])
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
 def test_a_segment_that_cannot_be_compiled(kind: str) -> None:
-    """torch's checkpoint would run it, and count a batch twice, when the compiler gives up."""
+    """a segment that cannot be compiled | its Python runs twice | runs uncompiled, or raises
+
+    torch's checkpoint would run it, and count a batch twice, when the compiler gives up.
+    """
 
     def program(call: Call) -> Any:
         model = Broken(kind)
@@ -184,7 +187,10 @@ def assert_refused(make: Callable[[Call], nn.Module], backend: str, message: str
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("writes", WRITES)
 def test_a_compiled_segment_of_memory_that_is_written(writes: Any) -> None:
-    """Its recomputation would read what was written; pytorch gives gradients of that."""
+    """a compiled segment that writes what it reads | wrong gradients | uncompiled, or raises
+
+    Its recomputation would read what was written; pytorch gives gradients of that.
+    """
     assert_refused(
         lambda call: Around(call, Writing(writes)), "aot_eager", "reads .*, which the graph writes"
     )
@@ -251,7 +257,10 @@ def test_a_traced_model() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_scripted_module_in_a_segment(way: Way) -> None:
-    """Its buffers are not Python's; its code is called once, and its kernels are torch's."""
+    """TorchScript in a segment | buffers updated twice | once
+
+    Its buffers are not Python's; its code is called once, and its kernels are torch's.
+    """
 
     def make() -> nn.Module:
         inner = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()))

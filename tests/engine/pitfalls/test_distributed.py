@@ -251,7 +251,12 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Failures:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_holds_in_each_of_two_processes(name: str, failures: Failures) -> None:
-    """By name: DDP default, with unused parameters (longformer#63, pytorch#24005,
+    """DDP with BatchNorm | statistics updated twice | once
+    SyncBatchNorm, other collectives | communicate again on every rank | results are kept
+    FSDP2, a segment in or around a block | exact | exact
+    FSDP1, whose weights are new tensors each time | exact | exact
+
+    By name: DDP default, with unused parameters (longformer#63, pytorch#24005,
     transformers#4659), with a static graph; one block twice (FocalNet#4, pytorch#24005); with
     BatchNorm (pytorch#96136); SyncBatchNorm's protocol (fairscale PR#694); FSDP2 with the segment
     inside of the sharded block and around it (pytorch#148831, pytorch#159359).

@@ -117,7 +117,10 @@ HOOKS = [
 @pytest.mark.parametrize("add", HOOKS)
 @pytest.mark.parametrize("way", WAYS)
 def test_hooks_of_every_kind(add: Callable[[nn.Sequential, Book], None], way: Way) -> None:
-    """pytorch#143573: they fire once per forward, those that act as well as those that look."""
+    """module hooks | fire twice | fire once
+
+    pytorch#143573: they fire once per forward, those that act as well as those that look.
+    """
     assert_exact(lambda call: trace_of(call, way, add))
 
 
@@ -150,7 +153,10 @@ def for_all_that_act(model: nn.Sequential, book: Book) -> list[Any]:
 @pytest.mark.parametrize("add", [for_all, for_all_that_act])
 @pytest.mark.parametrize("way", WAYS)
 def test_global_hooks_fire_once_per_forward(add: Any, way: Way) -> None:
-    """register_module_forward_hook and its like, as profilers use them."""
+    """a profiler's global module hooks | fire twice | fire once
+
+    register_module_forward_hook and its like, as profilers use them.
+    """
 
     def program(call: Call) -> Any:
         handles: list[Any] = []
@@ -199,7 +205,10 @@ def test_global_hooks_that_come_and_go_before_the_backward(change: str) -> None:
     "register", [Tensor.register_hook, Tensor.register_post_accumulate_grad_hook]
 )
 def test_a_leaf_hooked_inside_is_hooked_once(register: Any, place: str) -> None:
-    """pytorch#81296: a hook that scales a gradient must not scale it twice."""
+    """a hook put on a weight in the forward | scales the gradient twice | once
+
+    pytorch#81296: a hook that scales a gradient must not scale it twice.
+    """
 
     def program(call: Call) -> Any:
         layer, weight, fired = nn.Linear(4, 4), torch.rand(4).requires_grad_(), list[int]()

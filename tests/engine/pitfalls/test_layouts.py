@@ -336,7 +336,10 @@ class Scaled(Tensor):
 @pytest.mark.parametrize("place", ["argument", "item", "closure", "parameter", "inside"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_wrapper_subclasses(depth: int, place: str) -> None:
-    """Taken apart by their own dispatch: their parts are recorded, and saved part by part."""
+    """sparse, nested, quantized tensors, subclasses | exact | exact; some are kept
+
+    Taken apart by their own dispatch: their parts are recorded, and saved part by part.
+    """
 
     def program(call: Call) -> Any:
         (x,), layer = rows(), nn.Linear(4, 4)

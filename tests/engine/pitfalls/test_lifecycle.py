@@ -125,7 +125,10 @@ def test_a_fault_at_any_kernel_of_the_backward(way: Way, error: type[BaseExcepti
 
 
 def test_two_threads_train_two_models_at_once() -> None:
-    """pytorch#96764: what is set for a replay is set on one thread."""
+    """two models in two threads | exact | exact
+
+    pytorch#96764: what is set for a replay is set on one thread.
+    """
     batches = [torch.randn(6, 4, generator=torch.Generator().manual_seed(n)) for n in range(8)]
 
     results: list[Any] = []
@@ -150,7 +153,10 @@ def work(call: Call, model: nn.Module, batches: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_backward_on_another_thread(way: Way) -> None:
-    """Thread-local state of autograd, pytorch#96764; autocast is that of the forward."""
+    """the backward in another thread | exact | exact
+
+    Thread-local state of autograd, pytorch#96764; autocast is that of the forward.
+    """
 
     def program(call: Call) -> Any:
         model, (x,) = net(nn.BatchNorm1d(4), nn.Dropout(0.3)), rows()
@@ -194,7 +200,10 @@ def test_copies_and_pickles_of_a_model_in_training(duplicate: Any) -> None:
 
 
 def test_names_are_those_of_the_baseline() -> None:
-    """pytorch PR#77224, PR#118119, pytorch#108269: nothing is wrapped, by a step neither."""
+    """`deepcopy`, pickle, state-dict names | wrappers rename modules | nothing is wrapped
+
+    pytorch PR#77224, PR#118119, pytorch#108269: nothing is wrapped, by a step neither.
+    """
     models = [Checkpointed(call) for call in (plain, zoo.recompute)]
     for model in models:
         train_by(plain, model, rows, module, 1)

@@ -24,7 +24,10 @@ from tests.training import (
 
 @pytest.mark.parametrize("way", WAYS)
 def test_dropout_in_several_segments(way: Way) -> None:
-    """pytorch#14253: the same masks, and the same stream afterwards."""
+    """dropout in several segments | exact | exact
+
+    pytorch#14253: the same masks, and the same stream afterwards.
+    """
 
     def program(call: Call) -> Any:
         parts = [net(nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(rate)) for rate in (0.2, 0.7)]
@@ -40,7 +43,10 @@ def test_dropout_in_several_segments(way: Way) -> None:
 @pytest.mark.parametrize("layer", [nn.RReLU(0.01, 0.9), nn.AlphaDropout(0.4), nn.Dropout1d(0.4)])
 @pytest.mark.parametrize("way", WAYS)
 def test_layers_that_draw(layer: nn.Module, way: Way) -> None:
-    """pytorch#193671: RReLU writes its noise after the operation has saved it."""
+    """RReLU, which writes its noise late | may lack it, pytorch#193671 | exact
+
+    pytorch#193671: RReLU writes its noise after the operation has saved it.
+    """
     assert_trains(lambda: net(nn.Linear(4, 4), layer, nn.Linear(4, 4)), way=way)
 
 
@@ -164,13 +170,19 @@ KINDS = [
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_streams_of_every_kind(kind: type[nn.Module], way: Way) -> None:
-    """preserve_rng_state knows torch's default generators only; layerdrop of transformers."""
+    """Python's and NumPy's `random` | other numbers; drawn twice | drawn once
+
+    preserve_rng_state knows torch's default generators only; layerdrop of transformers.
+    """
     assert_trains(kind, way=way)
 
 
 @pytest.mark.parametrize("kind", [OfPythonsOwn, OfNumpysOwn])
 def test_a_stream_of_its_own_goes_on_as_without(kind: type[Drawing]) -> None:
-    """The object's own state after the backward."""
+    """a random stream of your own making | other numbers; drawn twice | drawn once
+
+    The object's own state after the backward.
+    """
 
     def program(call: Call) -> Any:
         model: Any = kind()
@@ -182,7 +194,10 @@ def test_a_stream_of_its_own_goes_on_as_without(kind: type[Drawing]) -> None:
 
 @pytest.mark.parametrize("where", ["argument", "keyword", "list", "closure"])
 def test_a_generator_that_is_passed(where: str) -> None:
-    """A generator as an argument, or as a variable of a closure."""
+    """a `torch.Generator` of your own | other numbers; advances twice | exact
+
+    A generator as an argument, or as a variable of a closure.
+    """
 
     def program(call: Call) -> Any:
         own = generator(5)
@@ -203,7 +218,10 @@ def test_a_generator_that_is_passed(where: str) -> None:
 
 @pytest.mark.parametrize("between", ["draw", "seed", "nothing"])
 def test_streams_that_move_before_the_backward(between: str) -> None:
-    """Numbers drawn, or streams seeded, between forward and backward."""
+    """seeds set before `backward()` | exact | exact
+
+    Numbers drawn, or streams seeded, between forward and backward.
+    """
 
     def program(call: Call) -> Any:
         model = net(nn.Dropout(0.5), OfPython(), OfNumpy(), Drawing())

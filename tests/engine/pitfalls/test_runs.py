@@ -44,7 +44,10 @@ def test_numbers_of_the_outside_are_asked_for_once(way: Way) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_file_is_read_and_written_once(way: Way, tmp_path: Path) -> None:
-    """A stream of data, and a log."""
+    """files read or written | twice | once
+
+    A stream of data, and a log.
+    """
     data, log = tmp_path / "data", tmp_path / "log"
     data.write_bytes(bytes(range(1, 9)))
 

@@ -158,6 +158,7 @@ class TaughtLate(Taught):
 @pytest.mark.parametrize("kind", [Clipped, Decaying, DecayingLate, Taught, TaughtLate])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_forward_that_writes_weights(way: Way, kind: type[nn.Module], frozen: bool) -> None:
+    """weights that the forward writes | written twice | once"""
     assert_trains(lambda: net(kind().requires_grad_(not frozen)), way=way)
 
 

@@ -26,13 +26,19 @@ from tests.training import (
 
 @pytest.mark.parametrize("way", WAYS)
 def test_batch_norm_moves_once(way: Way) -> None:
-    """pytorch#96136, pytorch#62471, efficient_densenet#73, YOLO-Master#262."""
+    """BatchNorm's statistics and count | updated twice, pytorch#96136 | once
+
+    pytorch#96136, pytorch#62471, efficient_densenet#73, YOLO-Master#262.
+    """
     assert_trains(lambda: net(nn.BatchNorm1d(4)), way=way)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_cumulative_average_moves_once(way: Way) -> None:
-    """pytorch-pfn-extras#117: momentum=None averages over all batches."""
+    """BatchNorm with `momentum=None` | each batch averaged twice | once
+
+    pytorch-pfn-extras#117: momentum=None averages over all batches.
+    """
     assert_trains(lambda: net(nn.BatchNorm1d(4, momentum=None)), way=way)
 
 
@@ -46,7 +52,10 @@ def test_batch_norm_without_moving_statistics(way: Way) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_instance_norm_moves_once(way: Way) -> None:
-    """Fairscale's patch_batchnorm and pytorch-pfn-extras skip _InstanceNorm."""
+    """InstanceNorm with statistics | updated twice | once
+
+    Fairscale's patch_batchnorm and pytorch-pfn-extras skip _InstanceNorm.
+    """
     norm = nn.InstanceNorm2d
     assert_trains(
         lambda: nn.Sequential(nn.Conv2d(4, 4, 3), norm(4, track_running_stats=True), nn.GELU()),
@@ -71,7 +80,10 @@ def test_statistics_move_once_without_gradients(way: Way) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("iterations", [1, 2])
 def test_spectral_norm_iterates_once(way: Way, iterations: int) -> None:
-    """As pytorch#96136: the power iteration of the parametrization."""
+    """spectral norm, both APIs | iterates again: other weights | once
+
+    As pytorch#96136: the power iteration of the parametrization.
+    """
     norm = parametrizations.spectral_norm
     assert_trains(
         lambda: net(norm(nn.Linear(4, 4), n_power_iterations=iterations), nn.Dropout(0.3)), way=way
@@ -137,7 +149,10 @@ def test_a_buffer_that_is_only_kept_moves_once(way: Way) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("wide", [1, 5000])
 def test_a_buffer_that_feeds_the_output_is_seen_as_it_was(way: Way, wide: int) -> None:
-    """Observers, FP8 amax (TransformerEngine#24), codebooks: a small and a big buffer."""
+    """moving averages, observers, codebooks | wrong gradients | exact
+
+    Observers, FP8 amax (TransformerEngine#24), codebooks: a small and a big buffer.
+    """
     assert_trains(lambda: Averaging(wide=wide), way=way)
 
 
@@ -248,7 +263,10 @@ def test_copies_of_buffers_that_a_functional_call_moves(way: Way) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_functional_batch_norm_moves_its_buffers_once(way: Way) -> None:
-    """pytorch#96136 without a norm that could be recognized."""
+    """`F.batch_norm` on your own buffers | updated twice | once
+
+    pytorch#96136 without a norm that could be recognized.
+    """
     assert_trains(Functional, way=way)
 
 

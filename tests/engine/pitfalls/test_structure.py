@@ -70,7 +70,10 @@ def needing(value: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "no gradient"])
 def test_inputs_of_every_structure(kind: str) -> None:
-    """pytorch#121212: tensors in lists, dicts, dataclasses, as keywords, that need a gradient."""
+    """dicts, dataclasses, keyword arguments | no gradients, if reentrant | exact
+
+    pytorch#121212: tensors in lists, dicts, dataclasses, as keywords, that need a gradient.
+    """
 
     def function(*values: Any, extra: Any) -> Tensor:
         total = sum((number + 1) * y.exp().sum() for number, y in enumerate(needing([*values])))
@@ -86,7 +89,10 @@ def test_inputs_of_every_structure(kind: str) -> None:
 
 
 def test_inputs_that_need_no_gradient() -> None:
-    """transformers#21381, transformers#23170, pytorch#7617, pytorch#33962: the first block."""
+    """inputs that require no gradient | none at all, if reentrant | exact
+
+    transformers#21381, transformers#23170, pytorch#7617, pytorch#33962: the first block.
+    """
 
     def program(call: Call) -> Any:
         model = net(nn.Dropout(0.3))
@@ -98,7 +104,10 @@ def test_inputs_that_need_no_gradient() -> None:
 
 
 def test_the_caller_appends_to_the_list_that_it_passed() -> None:
-    """torchvision's _DenseBlock: what reads the list later sees the longer one."""
+    """a list that grows after the call (DenseNet) | wrong gradients | exact
+
+    torchvision's _DenseBlock: what reads the list later sees the longer one.
+    """
 
     def program(call: Call) -> Any:
         layers = nn.ModuleList([nn.Sequential(nn.BatchNorm1d(4 * n), nn.Linear(4 * n, 4))
@@ -133,7 +142,9 @@ WRITES = [torch.relu_, lambda y: y.zero_(), torch.abs_, lambda y: y.mul_(2), lam
 
 @pytest.mark.parametrize("write", WRITES)
 def test_a_segment_that_starts_with_a_write(write: Callable[[Tensor], Tensor]) -> None:
-    """ColossalAI#1460, preactivation: an in-place ReLU overwrites the saved input.
+    """a segment that starts with an in-place ReLU | raises | exact
+
+    ColossalAI#1460, preactivation: an in-place ReLU overwrites the saved input.
 
     A second `mul_(2)` would give another number, and a second `abs_` another sign.
     """
@@ -160,7 +171,10 @@ def test_an_input_whose_geometry_is_changed_in_place(write: Callable[[Tensor], T
 
 
 def test_a_write_through_a_view() -> None:
-    """Two inputs that share memory: the function writes one and reads the other."""
+    """writes through views | raises | exact
+
+    Two inputs that share memory: the function writes one and reads the other.
+    """
 
     def function(y: Tensor, first: Tensor) -> Tensor:
         torch.relu_(first)
@@ -179,7 +193,10 @@ def test_a_write_through_a_view() -> None:
     "function", [lambda y: torch.tanh(y + 1) + y.relu_(), torch.abs_, nn.ReLU6(inplace=True)]
 )
 def test_an_input_read_before_it_is_written(function: Any) -> None:
-    """What was read before the write is what the gradient needs."""
+    """an input read, then written | raises | exact
+
+    What was read before the write is what the gradient needs.
+    """
 
     def program(call: Call) -> Any:
         (x,) = rows()
@@ -212,7 +229,10 @@ def test_writes_in_place_to_outputs_and_inside() -> None:
     "function", [lambda x: x, lambda x: x.view(-1), lambda x: x[1:], lambda x: (x, x.sin(), x[0])]
 )
 def test_outputs_that_alias_inputs(function: Callable[[Tensor], Any]) -> None:
-    """The input itself, a view of it, and both beside a new tensor."""
+    """outputs that are inputs or their views | not writable, if reentrant | exact
+
+    The input itself, a view of it, and both beside a new tensor.
+    """
 
     def program(call: Call) -> Any:
         (x,) = rows()
@@ -227,7 +247,10 @@ def test_outputs_that_alias_inputs(function: Callable[[Tensor], Any]) -> None:
 
 
 def test_the_format_of_memory() -> None:
-    """channels_last inputs: outputs and gradients keep their strides; also strided inputs."""
+    """`channels_last` | exact | exact, strides too
+
+    channels_last inputs: outputs and gradients keep their strides; also strided inputs.
+    """
 
     def program(call: Call) -> Any:
         model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 1))
@@ -267,7 +290,10 @@ LAYERS: list[Callable[[], nn.Module]] = [
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("segments", [1, 2, 3])
 def test_a_module_used_several_times(segments: int, layer: Callable[[], nn.Module]) -> None:
-    """Twice in one segment, in two segments, and in and outside of one; state moves each time."""
+    """a module used twice, tied weights | state updated too often | exact
+
+    Twice in one segment, in two segments, and in and outside of one; state moves each time.
+    """
 
     def program(call: Call) -> Any:
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), layer())

@@ -32,7 +32,10 @@ class Twice(torch.autograd.Function):
 
 
 def test_custom_functions_that_read_their_tensors_twice() -> None:
-    """pytorch#82156, OLMo#639: torch's checkpoint raises; here it is exact."""
+    """a custom function that reads its tensors twice | raises | exact
+
+    pytorch#82156, OLMo#639: torch's checkpoint raises; here it is exact.
+    """
 
     def program(call: Call) -> Any:
         (x,) = rows()
@@ -44,7 +47,10 @@ def test_custom_functions_that_read_their_tensors_twice() -> None:
 
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "jacrev", "hessian", "vjp"])
 def test_function_transforms(transform: str) -> None:
-    """pytorch#122729, pytorch#141845, pytorch#146036, pytorch#165880."""
+    """`torch.func.grad`, `vmap` around a segment | raises | exact, nothing saved
+
+    pytorch#122729, pytorch#141845, pytorch#146036, pytorch#165880.
+    """
 
     def program(call: Call) -> Any:
         model, (x,) = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)), rows()
@@ -141,7 +147,10 @@ class Offloading(nn.Module):
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_hooks_of_saved_tensors(way: Way, outside: bool, kind: Any) -> None:
-    """pytorch#190581, pytorch#115255: save_on_cpu around the forward, and in the segment."""
+    """`save_on_cpu` and other saved-tensor hooks | exact | exact
+
+    pytorch#190581, pytorch#115255: save_on_cpu around the forward, and in the segment.
+    """
 
     def program(call: Call) -> Any:
         model, (x,) = kind(), rows()
