@@ -22,7 +22,8 @@ def sections(page: str) -> list[str]:
 
 
 def code(section: str) -> list[str]:
-    return FENCES.findall(section)
+    """The blocks of code; a comment behind two spaces may be in Chinese."""
+    return [re.sub(r" {2,}# .+", "", block) for block in FENCES.findall(section)]
 
 
 def outline(section: str) -> list[str]:
