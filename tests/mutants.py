@@ -104,7 +104,7 @@ GUARDS = {
         Original.is_replaced: never value
         External.is_as_read: always sample
         External.resolve: never self
-        Recording._referred: drop sample, never is_inference
+        Recording._before_read: drop sample, never is_inference
         recorder._run_empty: drop write_mark
         Storages.before_read: always version, always is_grad_enabled, never Parameter
         Storages.before_read: drop memory
@@ -247,9 +247,9 @@ GUARDS = {
         kernel_settings: without set_default_dtype get_default_dtype, without set_num_threads
         kernel_settings: without set_deterministic_debug_mode _DETERMINISTIC
         kernel_settings.write_settings: never own
-        replay._call: drop drops
+        replay._run: drop replayed
         replay._run: drop write_settings
-        replay.schedule: drop isdisjoint
+        replay.schedule: never isdisjoint
         saved_tensors._replay_kernels: never is_graph_kept, drop replaying""",
     "test_replay test_executor": """
         saved_tensors.waiting_in: always tensor""",

@@ -295,6 +295,16 @@ def clear_blas_workspaces() -> None:
     getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
 
 
+def end_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
+    """Lets a device's allocator free the memory of a capture that has failed.
+
+    torch 2.11 holds it for the capture forever. torch 2.14 has ended that itself, and raises here.
+    """
+    with contextlib.suppress(RuntimeError, AttributeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
+
+
 def has_expandable_segments(device: torch.device) -> bool:
     """Returns whether the allocator of a device, which is in use, has expandable segments."""
     memory: Any = getattr(torch.get_device_module(device), "memory", None)

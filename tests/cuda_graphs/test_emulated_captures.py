@@ -5,12 +5,14 @@ kernels of a dropout were launched.
 """
 
 import re
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 from tests.documents import ROOT, snippets
 from tests.profiling import cuda_runtime
+from zoo.units import format_bytes
 
 COMMON = """
 import ctypes, zoo
@@ -78,9 +80,9 @@ x, found = torch.zeros(512, 64, device="cuda"), {}
 @pytest.fixture(scope="module")
 def found() -> Any:
     """What the programs below find, in one process."""
-    if reason := cuda_runtime.missing():
+    if reason := cuda_runtime.missing(cuda_runtime.OLDEST):
         pytest.skip(reason)
-    parts = (
+    parts = [
         MEMORY,
         ASKING,
         IN_BACKWARD,
@@ -93,9 +95,11 @@ def found() -> Any:
         OPTIMIZERS,
         VERIFIED,
         PAGE,
-        COMPARED,
         FAMILIES,
-    )
+    ]
+    # the oldest torch runs where `pip install .` brought no extras
+    if find_spec("yaml") is not None:
+        parts.append(COMPARED)
     return cuda_runtime.run("\n".join((COMMON, *parts, "print(json.dumps(found))")))
 
 
@@ -115,6 +119,7 @@ found["compared"] = [[measured[GRAPHS[kind]], measured[kind]] for kind in cells 
 
 
 def test_the_peak_of_a_compared_graph_is_that_of_its_step_and_of_a_batch(found: Any) -> None:
+    pytest.importorskip("yaml")
     assert len(found["compared"]) == 2
     for eager, graph in found["compared"]:
         batch = 2 * 4 * 128 * 8
@@ -172,12 +177,13 @@ def test_steps_of_all_families_are_captured_and_replayed(found: Any) -> None:
     for name, plans in found["families"].items():
         for calls in plans:
             _, _, (eager, *none), first, *replays = (kernels for kernels, _ in calls)
-            around = first[0]
+            # torch 2.11 fills a seed and an offset where a capture begins, too
+            around, in_replay = first[0], replays[0][0]
             assert none == [0, 0], name
             # the batch in and the loss out are copied; every kernel of an eager step is replayed
             assert first == [around, eager, eager], name
-            assert replays == [[around, 0, eager]] * 2, name
-            assert around <= 3 < eager, name
+            assert replays == [[in_replay, 0, eager]] * 2, name
+            assert in_replay <= around <= 4 < eager, name
 
 
 def test_copies_of_what_is_written_later_are_in_the_graph(found: Any) -> None:
@@ -224,7 +230,12 @@ def test_replayed_dropouts_of_a_graph_draw_the_numbers_of_its_forward(found: Any
 
 
 CALLABLES = """
+import logging
 from zoo.engine import devices
+
+said = []
+logging.getLogger("zoo").addHandler(handler := logging.Handler())
+handler.emit = lambda record: said.append(record.getMessage())
 
 def captured_draws():
     draws()
@@ -237,6 +248,7 @@ current_capture, devices.current_capture = devices.current_capture, lambda devic
 with devices.whole_step_captured():
     found["callables"].append(captured_draws())
 devices.current_capture = current_capture
+found["said"] = [line for line in said if "cannot draw" in line]
 """
 
 
@@ -244,9 +256,14 @@ def test_the_graph_of_a_backward_draws_nothing(found: Any) -> None:
     draws, of_mutant = found["callables"]
     # results of the forward's dropouts are kept, in `torch.cuda.make_graphed_callables`
     assert [within for *_, within in draws] == [0, 4, 8, 12]
-    # else a second graph would draw, from a seed and an offset that nobody fills
+    # else a second graph would draw, from a seed and an offset that are not the forward's
     assert [within for *_, within in of_mutant] == [0, 4, 8, 12, 12, 8, 4, 0]
-    assert not are_same_masks(of_mutant)
+
+
+def test_a_forward_captured_alone_says_once_what_it_keeps_beside_its_plan(found: Any) -> None:
+    (line,) = found["said"]
+    # of each of four dropouts the result and the mask
+    assert f"take {format_bytes(4 * 512 * 256 * (4 + 1))} beside its plan" in line
 
 
 APART = """
@@ -494,7 +511,8 @@ del program, train
 def test_an_optimizer_in_the_backward_is_captured(found: Any) -> None:
     *_, (eager, _, _), first, second, third = found["in backward"]
     assert first[1:] == [eager, eager]
-    assert second == third == [first[0], 0, eager]
+    assert second == third == [second[0], 0, eager]
+    assert second[0] <= first[0]
 
 
 (SNIPPET,) = snippets((ROOT / "docs" / "cuda-graphs.md").read_text("utf-8"))

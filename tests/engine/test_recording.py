@@ -1,6 +1,7 @@
 """The forward of a segment: Python runs once, every kind of kernel is recorded, little is kept."""
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -730,3 +731,23 @@ def test_a_compiled_block_stays_compiled() -> None:
     assert_same(found, expected)
     assert runs == ["forward", "backward"] * 3
     torch._dynamo.reset()
+
+
+def test_a_recorded_kernel_leaves_five_objects_to_the_garbage_collector() -> None:
+    x = torch.rand(8, requires_grad=True)
+
+    def tracked(count: int) -> int:
+        gc.collect()
+        before = len(gc.get_objects())
+        y = zoo.recompute(functools.reduce, lambda y, _: y.sigmoid(), range(count), x)
+        left = len(gc.get_objects()) - before
+        y.sum().backward()
+        return left
+
+    gc.disable()
+    try:
+        tracked(1)
+        # itself, its arguments, its result, and of what autograd saves a handle and a reference
+        assert tracked(60) - tracked(40) == 5 * 20
+    finally:
+        gc.enable()

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from zoo import _torch
+
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(__file__).with_suffix(".c")
 BUILD = ROOT / "build" / "cuda_runtime"
@@ -35,6 +37,8 @@ WORDS = """
 """
 # it answers what this torch asks of a GPU; another may ask for more, and save other tensors
 VERSION = "2.14."
+# the oldest, of which it answers what captures ask
+OLDEST = f"{_torch.OLDEST}."
 # what changes the sizes of blocks and workspaces
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
 
@@ -45,11 +49,14 @@ def headers() -> Path:
     return Path(torch.__file__).parents[1] / "nvidia" / f"cu{major}" / "include"
 
 
-def missing() -> str | None:
-    """Says why torch's CUDA code cannot run here; None where it can."""
+def missing(*others: str) -> str | None:
+    """Says why torch's CUDA code cannot run here; None where it can.
+
+    `others` are versions of torch for which a program is known to run, beside `VERSION`.
+    """
     if sys.platform != "linux" or torch.version.cuda is None:
         return "this torch is not built for CUDA"
-    if not torch.__version__.startswith(VERSION):
+    if not torch.__version__.startswith((VERSION, *others)):
         return f"the runtime in software is for torch {VERSION}*; this is {torch.__version__}"
     if torch.cuda.is_available():
         return "there is a GPU here"

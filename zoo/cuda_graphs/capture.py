@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zoo._torch import PyTree
+from zoo._torch import PyTree, end_failed_capture
 from zoo.cuda_graphs.batch import StaticBatch, detached, own_outputs
 from zoo.cuda_graphs.python_state import PythonState
 from zoo.cuda_graphs.step_observer import Observation
@@ -65,10 +65,7 @@ class DeviceGraphs:
         Raises:
             GraphError: the device does not capture what the step does.
         """
-        graph = self.module.CUDAGraph()
-        for generator in generators:
-            if generator.device.type == self.stream.device.type:
-                graph.register_generator_state(generator)
+        graph = self._new_graph(generators)
         failure: BaseException | None = None
         try:
             # torch leaves the stream of a capture that fails in force
@@ -85,15 +82,39 @@ class DeviceGraphs:
                     failure = error
                     raise
         except BaseException as error:
+            end_failed_capture(self.device, pool)
+            self._end_draws(generators)
             raise _explained(failure or error, error) from failure
         finally:
             # its traceback has this frame, which would keep all of the step alive
             failure = None
         return graph, captured, outputs
 
-    def _capturing(self, graph: Any, pool: Pool) -> Any:
+    def _new_graph(self, generators: Iterable[torch.Generator]) -> Any:
+        graph = self.module.CUDAGraph()
+        for generator in generators:
+            if generator.device.type == self.stream.device.type:
+                graph.register_generator_state(generator)
+        return graph
+
+    def _capturing(self, graph: Any, pool: Pool | None) -> Any:
         options = {"pool": pool, "stream": self.stream, "capture_error_mode": ERROR_MODE}
         return self.module.graph(graph, **options)
+
+    def _end_draws(self, generators: Iterable[torch.Generator]) -> None:
+        """Captures a single kernel after a capture that failed, so that eager steps may draw.
+
+        torch 2.11 tells generators of the end of a capture only where that succeeds; until then
+        all draws raise.
+        """
+        filled = torch.empty(1, device=self.device)
+        # what broke the device, if anything, is told by the error of the capture
+        with (
+            contextlib.suppress(RuntimeError),
+            self.module.stream(self.stream),
+            self._capturing(self._new_graph(generators), None),
+        ):
+            filled.zero_()
 
 
 @contextlib.contextmanager

@@ -182,7 +182,8 @@ class GraphedStep:
         device: torch.device,
     ) -> CapturedStep:
         self._check_program()
-        self._pool = graphs.pool() if self._pool is None else self._pool
+        # torch 2.11 captures no more into the pool of a capture that has failed
+        pool, self._pool = self._pool or graphs.pool(), None
         captured = CapturedStep(
             graphs,
             self.step,
@@ -190,8 +191,9 @@ class GraphedStep:
             state=self._state(device),
             eager=trial.observation,
             unread=trial.state.unread,
-            pool=self._pool,
+            pool=pool,
         )
+        self._pool = pool
         self._drop(self._graphs[: 1 - MOST_GRAPHS] if len(self._graphs) >= MOST_GRAPHS else ())
         self._graphs.append(captured)
         kind.graphs.append(captured)

@@ -380,7 +380,7 @@ def draws_of(args: Args, kwargs: Kwargs) -> Draws | None:
     try:
         states = [(stream, stream.get_state()) for stream in streams if stream is not None]
     except RuntimeError:
-        # this torch cannot read a state in a capture
+        # a device that cannot read a state in a capture; CUDA does, in torch 2.11 and 2.14
         if is_captured:
             return None
         raise

@@ -49,7 +49,7 @@ from zoo._torch import (
 from zoo.engine.dispatch_keys import kernel_of
 from zoo.engine.host_memory import HostMemory, Offloading
 from zoo.engine.operands import External
-from zoo.engine.operator_effects import DETACH, EFFECTS, READ_NUMBER, is_counted
+from zoo.engine.operator_effects import DETACH, EFFECTS, READ_NUMBER, bytes_returned, is_counted
 from zoo.engine.recompute import HOOKS, is_packing, leave_hooks, records
 from zoo.engine.recorder import Recorder
 from zoo.engine.replay import without_modes
@@ -143,13 +143,6 @@ def fastest_branch(
     """Returns the branch of least room that serves a forward; None if none does."""
     by_room = sorted(branches, key=lambda branch: branch.total)
     return next((branch for branch in by_room if branch.serves(operators, sizes)), None)
-
-
-def bytes_returned(result: PyTree) -> int:
-    """Returns the bytes of the tensors that an operator returned."""
-    if isinstance(result, Tensor):
-        return result.numel() * result.itemsize
-    return sum(map(bytes_returned, result)) if isinstance(result, tuple | list) else 0
 
 
 def _paths(items: Sequence[Item], around: Path, numbers: Iterator[int]) -> Iterator[Path]:

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, UntypedStorage
 
-from zoo._torch import DisableTorchDispatch, FakeTensor, PyTree
+from zoo._torch import DisableTorchDispatch, FakeTensor, PyTree, sequence_number
 from zoo.engine.tensor_state import (
     Geometry,
     Original,
@@ -82,7 +82,7 @@ class Value:
     # in slots and all set, since a default of a class takes long to read
     __slots__ = (
         "__weakref__", "after", "base", "before", "blank", "home", "is_empty", "made_at", "readers",
-        "replayed", "requires_grad", "saved", "separate", "shared", "version",
+        "replayed", "requires_grad", "saved", "separate", "sequence", "shared", "version",
     )  # fmt: skip
 
     def __init__(
@@ -93,6 +93,8 @@ class Value:
         # the tensor that the kernel made or wrote, and its version
         self.base: Callable[[], Tensor | None] = weakref.ref(tensor)
         self.version = version
+        # the number of the autograd operation after the one that called the kernel
+        self.sequence = sequence_number()
         # sample of memory that is allocated to be written, perhaps by code that no mode sees
         self.blank: bytes | None = None
         self.is_empty = False  # no kernel wrote it yet
@@ -220,6 +222,7 @@ class ReplayedCopy(Value):
         super().__init__(source.made_at, storage, tensor, tensor._version)
         # its geometry may differ from the value's
         self.base = gone
+        source.sequence = -1  # the replay is of an earlier operation
         self.source = source
 
     @property
@@ -263,7 +266,8 @@ class External:
 
     __slots__ = (
         "__weakref__", "copy", "earlier", "geometry", "has_history", "home", "is_read", "is_result",
-        "memory", "offloaded", "original", "parts", "sample", "tensor", "version", "wrapper",
+        "is_weight", "memory", "offloaded", "original", "parts", "sample", "tensor", "version",
+        "wrapper",
     )  # fmt: skip
 
     def __init__(
@@ -280,13 +284,15 @@ class External:
         self.original: Callable[[], Tensor | None] | None = None
         # whether autograd saved it as an argument with a history, and as a result
         self.has_history = self.is_result = False
+        # whether it is a parameter that the graph holds itself, to give it a gradient
+        self.is_weight = False
         self.is_read = False  # whether a kernel has read it
         # sample of it when read: writes by `Tensor.data` and NumPy count no version
         self.sample: bytes | None = None
         # a copy of its storage from before a write, and where it lay there
         self.copy: UntypedStorage | None = None
         self.geometry: Geometry | None = None
-        # while the recording is open, the memory that a kernel read
+        # the memory that a kernel read, until it holds a detached tensor
         self.memory: Tensor | None = None
         # its storage, once that may lie on the host
         self.offloaded: OffloadedMemory | None = None
@@ -319,9 +325,9 @@ class External:
 
         The graph may hold this, and the program may write a result of the graph into its tensor,
         or set a hook or attribute that holds one: a cycle through autograd nodes, which Python's
-        garbage collector cannot see.
+        garbage collector cannot see. A weight, which the graph holds anyway, stays as it is.
         """
-        if self.original is not None:
+        if self.original is not None or self.is_weight:
             return
         self.look_for_other_memory()
         self.memory, tensor, requires_grad = None, self.tensor, self.tensor.requires_grad

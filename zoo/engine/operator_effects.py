@@ -300,6 +300,13 @@ def flat(out: PyTree) -> Sequence[PyTree]:
     return (*out,) if is_flat else [part for parts in out for part in flat(parts)]
 
 
+def bytes_returned(result: PyTree) -> int:
+    """Returns the bytes of the tensors that an operator returned."""
+    if isinstance(result, Tensor):
+        return result.numel() * result.itemsize
+    return sum(map(bytes_returned, result)) if isinstance(result, tuple | list) else 0
+
+
 def written_by(effects: Effects, args: Args, kwargs: Kwargs) -> list[Tensor]:
     """Returns the tensors that a kernel is known to write."""
     if effects.foreign:

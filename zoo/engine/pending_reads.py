@@ -20,7 +20,7 @@ from torch import Tensor
 from zoo._torch import storage_holders
 from zoo.engine.operands import External
 from zoo.engine.recording import Recording
-from zoo.engine.replay import schedule
+from zoo.engine.replay import kernels_in, schedule
 from zoo.engine.saved_tensors import SAVED, goals_of, waiting_in
 from zoo.engine.segments import SEGMENTS, Segment
 from zoo.engine.sharded import whole_storages
@@ -130,7 +130,9 @@ class PendingReads:
             return
         # more than will be replayed if a replay of the segment around it has made a part
         scheduled = schedule(outermost.backwards(), goals_of(waiting), ())
-        arguments = (external for kernel, _ in scheduled for external in kernel.externals())
+        arguments = (
+            external for kernel in kernels_in(scheduled) for external in kernel.externals()
+        )
         reader = weakref.ref(segment)
         for storage in {id(storage_of(a.tensor)) for a in arguments if a.geometry is None}:
             self._readers.setdefault(storage, []).append(reader)
@@ -153,7 +155,8 @@ class PendingReads:
             return False
         is_known = before is not None and before.storage == now.storage
         of_tensor, of_storage = before[1:] if before is not None and is_known else ALONE
-        tensors = (external.tensor for external in alive([use.external for use in uses]))
+        externals = alive([use.external for use in uses])
+        tensors = (e.tensor if e.memory is None else e.memory for e in externals)
         views = len({id(view) for view in tensors if view is not tensor})
         # the accumulation of its gradient is one more holder
         return now.of_tensor > of_tensor + 1 or now.of_storage > of_storage + views

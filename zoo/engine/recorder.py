@@ -15,6 +15,7 @@ from zoo.engine.operator_effects import (
     EFFECTS,
     Effects,
     Kernel,
+    bytes_returned,
     effects_of,
     notice_python_kernels,
     statistics_of,
@@ -56,6 +57,8 @@ class Recorder(KernelMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording: Recording | None = None
+        # bytes of results that are kept since their random numbers cannot be drawn again
+        self.kept_draws = 0
 
     def __enter__(self) -> Self:
         notice_python_kernels()
@@ -127,7 +130,9 @@ class Recorder(KernelMode):
             keeps = segment.count_draw(written)
         draws = draws_of(args, kwargs) if effects.seeded and not keeps else None
         if keeps or (effects.seeded and draws is None):
-            return self._run_unrecorded(function, effects, written, args, kwargs)
+            out = self._run_unrecorded(function, effects, written, args, kwargs)
+            self.kept_draws += 0 if keeps else bytes_returned(out)
+            return out
         values = [recording.storages.target(tensor, effects) for tensor in written]
         # all of its results are external tensors that exist already
         is_there = bool(written) and not effects.makes and not any(values)

@@ -45,8 +45,8 @@ class RecordedKernel:
 
     # in slots and all set, since a default of a class takes long to read
     __slots__ = (
-        "args", "draws", "follows", "function", "index", "is_kept", "kwargs", "origin", "outs",
-        "reads", "results", "settings", "writes",
+        "also_reads", "args", "draws", "follows", "function", "index", "is_kept", "kwargs",
+        "origin", "outs", "result", "settings", "several", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -55,16 +55,32 @@ class RecordedKernel:
         self.function, self.index, self.settings = function, index, settings
         self.args = list(args)
         self.kwargs: dict[str, PyTree] | None = None
-        self.reads: list[Value] = []
-        # a value for each result; None for one that is no new storage
+        # what it reads beside the values among `args`: of lists, by name, and what it writes
+        self.also_reads: Sequence[Value] = ()
+        # all that it made or wrote: most make one value, and each object that waits for the
+        # backward costs the garbage collector time
+        self.result: Value | None = None
+        self.several: Sequence[Value] = ()
+        # of several results the value of each; None for one that is no new storage
         self.outs: Sequence[Value | None] = ()
         self.writes: Sequence[Write] = ()
-        self.results: Sequence[Value] = ()  # all that it made or wrote
         self.draws: PackedDraws | tuple[()] = ()
         # kernels that leave the random streams in the states that this one needs
         self.follows: Sequence[RecordedKernel] = ()
         self.is_kept = False  # it cannot be replayed, so that its results are external
         self.origin: object = None  # where it was called, if there is an observer
+
+    @property
+    def results(self) -> Sequence[Value]:
+        """All values that it made or wrote."""
+        return self.several if self.result is None else (self.result,)
+
+    def reads(self) -> Iterator[Value]:
+        """Yields the values that it reads, with repetitions."""
+        for argument in self.args:
+            if type(argument) is Value or type(argument) is View:
+                yield argument.value
+        yield from self.also_reads
 
     def externals(self) -> Iterator[External]:
         """Yields the external tensors among the arguments, with repetitions."""
@@ -111,10 +127,12 @@ class Recording:
 
     def encode(self, kernel: RecordedKernel, kwargs: Kwargs) -> None:
         """Replaces the tensors among a kernel's arguments with references."""
-        args = kernel.args
+        args, refer = kernel.args, self.storages.refer
         for position, value in enumerate(args):
             if isinstance(value, Tensor):
-                args[position] = self._referred(value, kernel)
+                args[position] = reference = refer(value)
+                if isinstance(reference, External):
+                    self._before_read(reference, value, kernel)
             elif type(value) not in ATOMS:
                 args[position] = self._encoded(value, kernel)
         if kwargs:
@@ -123,7 +141,10 @@ class Recording:
 
     def _encoded(self, value: PyTree, kernel: RecordedKernel) -> PyTree:
         if isinstance(value, Tensor):
-            return self._referred(value, kernel)
+            reference = self._referred(value, kernel)
+            if not isinstance(reference, External):
+                kernel.also_reads = (*kernel.also_reads, reference.value)
+            return reference
         if type(value) is torch.device:
             # another device may be the current one in a replay
             return indexed(value)
@@ -135,24 +156,24 @@ class Recording:
     def _referred(self, tensor: Tensor, kernel: RecordedKernel) -> Value | View | External:
         """Returns the reference of a tensor that a kernel is about to read."""
         reference = self.storages.refer(tensor)
-        if type(reference) is Value:
-            kernel.reads.append(reference)
-        elif type(reference) is View:
-            kernel.reads.append(reference.value)
-        elif isinstance(reference, External):
-            is_sparse = type(reference) is SparseExternal
-            if is_sparse and not (tensor.is_cpu and tensor.layout in BY_ROWS):
-                # products with it add by atomics, or convert it and count that as a write
-                kernel.is_kept = True
-            if not reference.is_read and tensor.is_inference():
-                # its writes count no version
-                kernel.is_kept = True
-            elif not reference.is_read:
-                self.storages.before_read(reference)
-            elif reference.sample is None and not torch.is_grad_enabled():
-                # it was first read with gradients on, when no sample was taken
-                reference.sample = bytes_of(reference.tensor)
+        if isinstance(reference, External):
+            self._before_read(reference, tensor, kernel)
         return reference
+
+    def _before_read(self, external: External, tensor: Tensor, kernel: RecordedKernel) -> None:
+        """Called before a kernel reads an external tensor."""
+        is_sparse = type(external) is SparseExternal
+        if is_sparse and not (tensor.is_cpu and tensor.layout in BY_ROWS):
+            # products with it add by atomics, or convert it and count that as a write
+            kernel.is_kept = True
+        if not external.is_read and tensor.is_inference():
+            # its writes count no version
+            kernel.is_kept = True
+        elif not external.is_read:
+            self.storages.before_read(external)
+        elif external.sample is None and not torch.is_grad_enabled():
+            # it was first read with gradients on, when no sample was taken
+            external.sample = bytes_of(external.tensor)
 
     def put_writes(
         self,
@@ -182,7 +203,7 @@ class Recording:
         reference = None if value is None else value.refer(tensor)
         if value is None or reference is None:
             return Write(self._referred(tensor, kernel), tensor)
-        kernel.reads.append(value)
+        kernel.also_reads = (*kernel.also_reads, value)
         return Write(reference, tensor)
 
     def note_draws(self, kernel: RecordedKernel, draws: Draws, first: int) -> None:
@@ -202,21 +223,22 @@ class Recording:
     def append(self, kernel: RecordedKernel, effects: Effects, out: PyTree) -> None:
         """Notes what a kernel made and wrote; records the kernel unless that is nothing."""
         if effects.makes:
-            requires_grad = torch.is_grad_enabled() and _require_grad(kernel.args)
             note, index = self.storages.note_result, kernel.index
-            if isinstance(out, Tensor):
-                value = note(out, index, effects, requires_grad)
-                kernel.outs = kernel.results = () if value is None else (value,)
+            requires_grad = torch.is_grad_enabled() and _require_grad(kernel.args)
+            if isinstance(out, Tensor) and not kernel.writes:
+                kernel.result = note(out, index, effects, requires_grad)
             else:
-                results = flat(out)
-                kernel.outs = outs = [note(r, index, effects, requires_grad) for r in results]
-                kernel.results = [value for value in outs if value is not None]
+                outs = [note(result, index, effects, requires_grad) for result in flat(out)]
+                values = [value for value in outs if value is not None]
+                # one list for both where it can be
+                kernel.outs = values if len(values) == len(outs) else outs
+                kernel.several = values
         for write in kernel.writes:
             tensor, write.scratch = write.scratch, None
             if not isinstance(write.target, External) and tensor is not None:
                 write.after = self.storages.written(write.target.value, tensor, kernel.index)
-                kernel.results = [*kernel.results, write.after]
-        if kernel.results or kernel.writes:
+                kernel.several = [*kernel.several, write.after]
+        if kernel.result is not None or kernel.several or kernel.writes:
             if self.observer is not None:
                 kernel.origin = self.observer()
             self.kernels.append(kernel)

@@ -55,34 +55,47 @@ def schedule(
     # kernels that must run to bring random streams into the states that others need
     drawing: set[RecordedKernel] = set()
     for kernel in kernels:
-        if needed.isdisjoint(kernel.results) and kernel not in drawing:
+        if (result := kernel.result) in needed:
+            needed.remove(result)
+        elif needed.isdisjoint(kernel.several) and kernel not in drawing:
             continue
-        needed.difference_update(kernel.results)
-        drawing.discard(kernel)
-        drawing.update(kernel.follows)
-        drops = [value for value in kernel.results if value not in read]
-        for value in kernel.reads:
+        if result is None:
+            needed.difference_update(kernel.several)
+            scheduled += [value for value in kernel.several if value not in read]
+        elif result not in read:
+            scheduled.append(result)
+        if drawing or kernel.follows:
+            drawing.discard(kernel)
+            drawing.update(kernel.follows)
+        for value in kernel.reads():
             if value not in read:
                 read.add(value)
                 if value not in available:
-                    drops.append(value)
+                    scheduled.append(value)
                     needed.add(value)
-        scheduled.append((kernel, drops or ()))
+        scheduled.append(kernel)
         if not needed and not drawing:
             break
     scheduled.reverse()
     return scheduled
 
 
+def kernels_in(scheduled: Iterable[Scheduled]) -> Iterator[RecordedKernel]:
+    """Yields the kernels of a schedule."""
+    for item in scheduled:
+        if isinstance(item, RecordedKernel):
+            yield item
+
+
 def external_tensors(scheduled: Iterable[Scheduled]) -> Iterator[Tensor]:
     """Yields the external tensors that scheduled kernels read as they are now."""
-    for kernel, _ in scheduled:
+    for kernel in kernels_in(scheduled):
         for external in kernel.externals():
             if external.geometry is None:
                 yield external.tensor
 
 
-def replay(scheduled: Iterable[Scheduled]) -> None:
+def replay(scheduled: Sequence[Scheduled]) -> None:
     """Calls scheduled kernels again; each result becomes the `replayed` tensor of its value."""
     changed = Changes()
     try:
@@ -114,11 +127,14 @@ class Changes:
         self.are_restored = True
 
 
-def _run(scheduled: Iterable[Scheduled], changed: Changes) -> None:
+def _run(scheduled: Sequence[Scheduled], changed: Changes) -> None:
     try:
         set_grad_enabled(True)
         present = read_settings()
-        for kernel, drops in scheduled:
+        for position, kernel in enumerate(scheduled):
+            if isinstance(kernel, Value):
+                kernel.replayed = None
+                continue
             if kernel.settings is not present:
                 if kernel.settings != present:
                     write_settings(kernel.settings, changed.settings)
@@ -127,9 +143,19 @@ def _run(scheduled: Iterable[Scheduled], changed: Changes) -> None:
                 draw_as(kernel.draws, changed.streams)
             if kernel.origin is not None:
                 thread.origin = kernel.origin
-            _call(kernel, drops)
+            _call(kernel, _dropped_after(scheduled, position) if kernel.writes else ())
     finally:
         changed.restore()
+
+
+def _dropped_after(scheduled: Sequence[Scheduled], position: int) -> list[Value]:
+    """Returns the values that are dropped after the kernel at a position of a schedule."""
+    drops: list[Value] = []
+    while (position := position + 1) < len(scheduled):
+        if not isinstance(value := scheduled[position], Value):
+            break
+        drops.append(value)
+    return drops
 
 
 def without_modes(
@@ -165,7 +191,10 @@ def _without_transforms(
 
 
 def _call(kernel: RecordedKernel, drops: Sequence[Value]) -> None:
-    """Calls a kernel again, on scratch memory where it writes an argument."""
+    """Calls a kernel again, on scratch memory where it writes an argument.
+
+    `drops` are the values that nothing reads after a kernel that writes.
+    """
     # values whose storage is a copy during the call, and their own tensors
     before: list[tuple[Value, Tensor]] = []
     for write in kernel.writes:
@@ -183,21 +212,23 @@ def _call(kernel: RecordedKernel, drops: Sequence[Value]) -> None:
         named = kernel.kwargs.items()
         kwargs = {n: v.resolve() if type(v) in REFERENCES else v for n, v in named}
         out = kernel.function(*args, **kwargs)
+    if (value := kernel.result) is not None:
+        value.replayed = out
+        if value.requires_grad:
+            out.requires_grad_()
+        return
     for written, tensor in before:
         written.replayed = tensor
-    parts = (out,) if isinstance(out, Tensor) else flat(out)
     # a kernel that only writes returns its arguments
-    for value, tensor in zip(kernel.outs, parts, strict=False):
-        if value is not None:
-            value.replayed = tensor
-            if value.requires_grad:
+    for part, tensor in zip(kernel.outs, flat(out), strict=False):
+        if part is not None:
+            part.replayed = tensor
+            if part.requires_grad:
                 tensor.requires_grad_()
     for write in kernel.writes:
         if write.after is not None and write.scratch is not None:
             write.after.take(write.scratch)
         write.scratch = None
-    for value in drops:
-        value.replayed = None
 
 
 def _scratch(

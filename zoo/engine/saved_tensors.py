@@ -30,7 +30,7 @@ from zoo._torch import (
     will_run,
 )
 from zoo.engine.operands import REPLACED, External, Value, external_of
-from zoo.engine.replay import external_tensors, replay, schedule, without_modes
+from zoo.engine.replay import external_tensors, kernels_in, replay, schedule, without_modes
 from zoo.engine.replay_check import CHECKS
 from zoo.engine.segments import Handle, Scheduled, Segment, thread
 from zoo.engine.sharded import freed_modules
@@ -246,8 +246,8 @@ class Request:
         goals = goals_of(self.waiting(segment)).union(*map(self.inputs_of, parts))
         inputs = {value for value in goals if not segment.makes(value)}
         there = AvailableValues(segment.recording.storages, {})
-        for kernel, _ in schedule(segment.backwards(), goals, there):
-            inputs.update(value for value in kernel.reads if value.made_at < segment.first)
+        for kernel in kernels_in(schedule(segment.backwards(), goals, there)):
+            inputs.update(value for value in kernel.reads() if value.made_at < segment.first)
         return inputs
 
     def has_inputs(self, segment: Segment) -> bool:
@@ -412,7 +412,7 @@ def _replay_kernels(
             segment.inputs = None
     finally:
         thread.replaying = around
-        results = [value for kernel, _ in scheduled for value in kernel.results]
+        results = [value for kernel in kernels_in(scheduled) for value in kernel.results]
         for value in (*results, *inputs, *reused):
             value.replayed = None
         for module in sharded:
@@ -449,7 +449,7 @@ def _prune(segment: Segment) -> None:
     for handle in handles:
         handle.look_for_writes()
     scheduled = schedule(segment.backwards(), goals_of(handles), ())
-    segment.recording.close([kernel for kernel, _ in scheduled])
+    segment.recording.close([*kernels_in(scheduled)])
     if segment.recording.storages.is_replayed:
         # for a backward that asked for less than all, and may not have ended
         clear(segment)

@@ -36,8 +36,8 @@ from zoo.errors import RecomputeError
 # hooks for saved tensors
 Pack = Callable[[Tensor], object]
 Unpack = Callable[[PyTree], Tensor]
-# a recorded kernel to replay, and the values that nothing reads after it
-Scheduled = tuple[RecordedKernel, Sequence[Value]]
+# what a replay does in turn: calls a recorded kernel, or drops a value that nothing reads any more
+Scheduled = RecordedKernel | Value
 
 
 class SegmentListener(Protocol):
@@ -135,12 +135,18 @@ class Handle:
     def __init__(self, segment: Segment, reference: Reference, tensor: Tensor) -> None:
         self.segment = segment
         # `value` is read too often for a property
-        self.reference, self.value = reference, reference.value
+        self.reference, self.value = reference, (value := reference.value)
         self.fingerprint = fingerprint(tensor)
         self.version = tensor._version
         # the number of the autograd operation that saved it
-        self.sequence = sequence_number()
-        self.has_history, self.was_result = roles_of(tensor, self.sequence)
+        self.sequence, base = sequence_number(), tensor._base
+        # as `roles_of`, without asking for the history, for which torch makes an object of Python
+        self.has_history = self.was_result = False
+        if base is not None or value.sequence < 0:
+            self.has_history, self.was_result = roles_of(tensor, self.sequence)
+        elif reference.requires_grad:
+            self.was_result = value.sequence == self.sequence
+            self.has_history = not (self.was_result or tensor.is_leaf)
         # autograd holds the memory of a result, even if the tensor is given other memory
         self.original: Callable[[], Tensor | None]
         if self.was_result:
@@ -152,7 +158,7 @@ class Handle:
         self.view: View | None = None
         # the base of a view, which shares its version counter
         self.base: Callable[[], Tensor | None] = gone
-        if (base := tensor._base) is not None:
+        if base is not None:
             self.base = weakref.ref(base)
             self.view = reference if type(reference) is View else View(tensor)
         self.is_written = False

@@ -254,10 +254,15 @@ class Storages:
         """Called before a kernel first reads an external tensor, which is copied if it is small."""
         external.is_read = True
         tensor = external.tensor
-        # no sample of a weight: results that need a gradient are compared when replayed
-        if type(tensor) is not Parameter or not (tensor.requires_grad and torch.is_grad_enabled()):
+        requires_grad = tensor.requires_grad
+        # no sample of a weight or its view: results that need a gradient are compared when replayed
+        if not (requires_grad and torch.is_grad_enabled()):
             external.sample = bytes_of(tensor)
-        if not tensor.requires_grad and is_small(tensor):
+        elif type(tensor) is Parameter:
+            external.is_weight = not self.is_replayed
+        elif not _is_parameter(tensor._base):
+            external.sample = bytes_of(tensor)
+        if not requires_grad and is_small(tensor):
             # one copy for all tensors of a storage, as long as it is not written
             of_version = (
                 other

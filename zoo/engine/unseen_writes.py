@@ -140,6 +140,11 @@ def read(tensor: Tensor) -> bytes:
 _bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
 )
+# to slice it takes less time than four calls
+_view_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
+FOR_READING = 0x100
 
 
 def read_memory(start: int, size: int) -> bytes:
@@ -151,8 +156,8 @@ def read_memory(start: int, size: int) -> bytes:
         content: bytes = _bytes_at(start, size)
         # an odd stride takes high and low bytes of numbers in turn
         return content[:: size // (POSITIONS * WIDTH) | 1] + content[-WIDTH:]
-    gap = _gap(size)
-    return b"".join([_bytes_at(start + position * gap, WIDTH) for position in range(POSITIONS)])
+    memory, gap = _view_at(start, size, FOR_READING), _gap(size)
+    return b"".join([memory[at : at + WIDTH] for at in range(0, POSITIONS * gap, gap)])
 
 
 def _gap(size: int) -> int:

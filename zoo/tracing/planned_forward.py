@@ -337,6 +337,15 @@ class PatchedForward(Patch):
                 "host_budget=, or lower the batch size",
                 format_bytes(self.host.allocated),
             )
+        if conductor.kept_draws:
+            self.notices.warn(
+                "draws",
+                "the backward of %s cannot draw its random numbers again, since it may not be in "
+                "the CUDA graph that the forward is captured into, or a device does not tell the "
+                "state of its generator: the results are kept, and take %s beside its plan. "
+                "zoo.make_graphed_step captures both into one graph, which keeps none of them",
+                format_bytes(conductor.kept_draws),
+            )
         if (used := conductor.branch) is not None and len(kind.branches) > 1:
             # the next forward begins with the fastest that would have served this one
             sizes = conductor.sizes_returned()

@@ -26,10 +26,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zoo._torch import Args, FakeTensor, Kwargs, Operator, PyTree, current_backward
 from zoo.engine.dispatch_keys import kernel_of, with_present_keys
-from zoo.engine.kernel_segments import Visit, bytes_returned
+from zoo.engine.kernel_segments import Visit
 from zoo.engine.operands import External
 from zoo.engine.operator_effects import (
     DETACH,
+    bytes_returned,
     effects_of,
     is_counted,
     is_view,
