@@ -20,8 +20,8 @@ The side stream copies in order, so that a slab is not written again before it h
 stream is recorded for the allocator (`record_stream`), by which the time of a copy would decide how
 much memory a step takes.
 
-On an accelerator the host's memory is pinned, on the CPU it is a memory-mapped file. While a graph
-is captured, nothing is copied.
+On an accelerator the host's memory is pinned, on the CPU it is a memory-mapped file, for fake
+tensors there is none. While a graph is captured, nothing is copied.
 """
 
 import contextlib
@@ -34,14 +34,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
-from zoo._torch import BelowAutograd, DisableTorchDispatch, storage_holders
+from zoo._torch import BelowAutograd, DisableTorchDispatch, FakeTensor, storage_holders
 from zoo.engine.devices import is_capturing, synchronize
 from zoo.engine.operands import External
 from zoo.engine.replay import without_modes
@@ -59,7 +59,7 @@ class Slab:
     """Host memory that is allocated once, and the number of storages in it."""
 
     def __init__(self, device: torch.device, size: int) -> None:
-        self.memory = _file_memory(size) if device.type == "cpu" else _pinned_memory(size)
+        self.memory = _host_memory(device)(size)
         self.used = self.tenants = 0
 
 
@@ -68,6 +68,14 @@ class Piece(NamedTuple):
 
     slab: Slab
     memory: Tensor
+
+
+def _host_memory(device: torch.device) -> Callable[[int], Tensor]:
+    return {"cpu": _file_memory, "meta": _fake_memory}.get(device.type, _pinned_memory)
+
+
+def _fake_memory(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="meta")
 
 
 def _pinned_memory(size: int) -> Tensor:
@@ -124,7 +132,7 @@ class DeviceTransfers:
 
     def __init__(self, host: HostMemory, device: torch.device) -> None:
         self.host, self.device = host, device
-        self.stream = None if device.type == "cpu" else torch.Stream(device=device)
+        self.stream = None if device.type in ("cpu", "meta") else torch.Stream(device=device)
         # storages that a copy on the side stream still reads or writes, whose memory is not freed
         self.moving: deque[OffloadedStorage] = deque()
         self._current: Slab | None = None
@@ -382,10 +390,10 @@ def _as_bytes() -> Iterator[None]:
 def _may_be_alone(external: External) -> bool:
     """Returns whether a storage is worth a copy, and is none that the program holds in any case."""
     tensor, home = external.tensor, external.home()
-    if home is None or type(tensor) is not Tensor or not is_plain(tensor):
+    if home is None or type(tensor) not in (Tensor, FakeTensor) or not is_plain(tensor):
         return False
     is_parameter = external.original is not None and isinstance(external.original(), Parameter)
-    is_large = home.nbytes() >= LEAST_OFFLOADED and home.device.type != "meta"
+    is_large = home.nbytes() >= LEAST_OFFLOADED
     return is_large and external.copy is None and home.resizable() and not is_parameter
 
 

@@ -164,6 +164,8 @@ class Simulation:
     moment: Moment  # the first tick at the peak
     offloaded: int = 0  # bytes that are copied to the host until the backward
     waited_seconds: float = 0.0  # in which kernels wait for copies
+    # for each step, what is copied there of that from which a segment starts with it
+    on_host: tuple[int, ...] = ()
 
 
 class CopyRate(NamedTuple):
@@ -222,7 +224,8 @@ def simulate(
     if clock.offloading is None:
         return Simulation(peak, clock.flops, seconds, backward_peaks, moment)
     on_host, waited = clock.offloading.bytes, clock.offloading.waited
-    return Simulation(peak, clock.flops, seconds, backward_peaks, moment, on_host, waited)
+    costs_of_plan = peak, clock.flops, seconds, backward_peaks, moment
+    return Simulation(*costs_of_plan, sum(on_host), waited, tuple(on_host))
 
 
 def least_possible(costs: StepCosts) -> int:
@@ -495,7 +498,8 @@ class _Offloading:
 
     def __init__(self, clock: _Clock, steps: int, copies: CopyRate) -> None:
         self.clock, self.steps, self.copies = clock, steps, copies
-        self.bytes = 0
+        # by the first step of the last segment that starts from them
+        self.bytes = [0] * len(clock.costs)
         # the time of the kernels, for how long they have waited, and when the copies end
         self.now = self.waited = self.copied = 0.0
         self.ends: dict[int, float] = {}
@@ -520,7 +524,7 @@ class _Offloading:
         for storage, count in [*self.segments.items()] if step <= self.steps else ():
             if self.clock.holders[storage] == count and storage not in needed:
                 del self.segments[storage]
-                self.bytes += costs.sizes[storage]
+                self.bytes[self.last_reader[storage]] += costs.sizes[storage]
                 if self.leaving is not None:
                     self.wait(self.leaving)
                     self.away.add(self.leaving)
