@@ -149,14 +149,13 @@ GUARDS = {
         Value.has_version: always holder version version""",
     "test_host_memory": """
         OffloadedStorage.leave: drop wait_for_kernels
-        OffloadedStorage.come_back: drop wait_for_kernels, drop resize_, drop append
+        OffloadedStorage.come_back: drop wait_for_kernels, drop resize_, drop append, drop pieces
         OffloadedStorage.before_read: drop come_back_here, drop settle, drop is_leaving
         OffloadedStorage.settle: drop wait, drop resize_, drop remove
-        OffloadedStorage.__del__: drop _give
         Copied.wait: drop event stream, never owner
-        DeviceTransfers.give: drop append
-        DeviceTransfers._take_back: drop used, drop offloaded, drop tenants
-        DeviceTransfers._pieces: drop used
+        DeviceTransfers.copy: drop wait
+        Slab.room: always used
+        Slab.piece: drop used, drop add
         External._unchanged: drop before_read
         Offloading.__init__: drop settle
         Offloading._leave: drop settle, drop append moving
