@@ -208,7 +208,7 @@ def simulate(
     clock.hold(costs.returned)
     for item, casts in zip(reversed(plan), reversed(earlier_casts), strict=True):
         # here no recomputed tensor is held
-        if clock.offloading is not None and isinstance(item, tuple):
+        if clock.offloading is not None:
             clock.offloading.come_back(item)
         clock.forward_bytes, clock.peak = clock.held_bytes, 0
         clock.give_away(item)
@@ -299,8 +299,8 @@ class _Clock:
             else:
                 self.held_bytes += self.copies(item)
                 self.hold(self.kept_by(item))
-                if self.offloading is not None:
-                    self.offloading.add(item)
+            if self.offloading is not None:
+                self.offloading.add(item)
 
     def backward(self, item: Item, *, is_inner: bool = False) -> None:
         """Runs the backward of an item; that of a segment recomputes it first.
@@ -510,12 +510,18 @@ class _Offloading:
         self.leaving: int | None = None
         self.away: set[int] = set()
 
-    def add(self, item: tuple[Item, ...]) -> None:
-        """Adds a segment whose forward is over."""
-        for storage in self.clock.inputs(item) | self.clock.kept_by(item):
+    def held_by(self, item: Item) -> frozenset[int]:
+        """Returns what may lie on the host of what an item holds: nothing of a kept step's."""
+        if isinstance(item, int):
+            return frozenset()
+        return self.clock.inputs(item) | self.clock.kept_by(item)
+
+    def add(self, item: Item) -> None:
+        """Adds an item whose forward is over."""
+        for storage in self.held_by(item):
             if self.clock.costs.sizes[storage] >= LEAST_OFFLOADED:
                 self.segments[storage] = self.segments.get(storage, 0) + 1
-                self.last_reader[storage] = next(indices(item))
+                self.last_reader[storage] = _steps(item)[0]
 
     def copy_out(self, step: int) -> None:
         """Copies out what only segments hold when a step of the model begins, or the model ends."""
@@ -532,9 +538,11 @@ class _Offloading:
                 self.leaving = storage
                 self.copy(storage)
 
-    def come_back(self, item: tuple[Item, ...]) -> None:
+    def come_back(self, item: Item) -> None:
         """Copies back what a segment needs, and what the one before it does."""
-        own = next(indices(item))
+        if isinstance(item, int) and not self.held_by(item):
+            return
+        own = _steps(item)[0]
         leaving = [] if self.leaving is None else [self.leaving]
         readers = [self.last_reader[storage] for storage in (*self.away, *leaving)]
         first = max((reader for reader in readers if reader < own), default=own)
@@ -543,7 +551,7 @@ class _Offloading:
                 self.away.remove(storage)
                 self.clock.held_bytes += self.clock.costs.sizes[storage]
                 self.copy(storage)
-        for storage in self.clock.inputs(item) | self.clock.kept_by(item):
+        for storage in self.held_by(item):
             if storage in self.ends:
                 self.wait(storage)
 
