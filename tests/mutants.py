@@ -149,12 +149,11 @@ GUARDS = {
         Value.has_version: always holder version version""",
     "test_host_memory": """
         OffloadedStorage.leave: drop wait_for_kernels
-        OffloadedStorage.come_back: drop wait_for_kernels, drop resize_, drop append, drop pieces
+        OffloadedStorage.come_back: drop wait_for_kernels, drop resize_, drop append
         OffloadedStorage.before_read: drop come_back_here, drop settle, drop is_leaving
         OffloadedStorage.settle: drop wait, drop resize_, drop remove
         Copied.wait: drop event stream, never owner
-        DeviceTransfers.copy: drop wait
-        Slab.room: always used
+        Slab.room: always pieces
         Slab.piece: drop used, drop add
         External._unchanged: drop before_read
         Offloading.__init__: drop settle

@@ -211,7 +211,7 @@ def memory_chart(timelines: Mapping[str, Timeline], *, without: Sequence[str] = 
 
 def categories_chart(timeline: Timeline, highest: int) -> Chart:
     """Shows the categories of one run, stacked, on an axis up to `highest` bytes."""
-    x, y, divisor, layers = _step(max(highest, *timeline.get("host", ())))
+    x, y, divisor, layers = _step(max([highest, *timeline.get("host", ())]))
     ends, tips = _points(timeline)
     top = [0] * len(ends)
     for name in (name for name in CATEGORIES if name in timeline["bytes"]):
