@@ -470,6 +470,8 @@ class InCopies(Interrupt):
 def test_an_interrupt_at_any_line_loses_no_slab_and_no_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if HAS_STREAMS:
+        pytest.skip("a trace that interrupts the end of a `with` keeps its lock from other threads")
     monkeypatch.setattr(host_memory, "SLAB", 3 * STATE // 4)
     model = Net()
     del model.blocks[3:]
