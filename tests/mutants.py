@@ -152,11 +152,9 @@ GUARDS = {
         OffloadedStorage.come_back: drop wait_for_kernels, drop resize_, drop append
         OffloadedStorage.before_read: drop come_back_here, drop settle, drop is_leaving
         OffloadedStorage.settle: drop wait, drop resize_, drop remove
-        OffloadedStorage.__del__: drop _give
         Copied.wait: drop event stream, never owner
-        DeviceTransfers.give: drop append
-        DeviceTransfers._take_back: drop used, drop offloaded, drop tenants
-        DeviceTransfers._pieces: drop used
+        Slab.room: always pieces
+        Slab.piece: drop used, drop add
         External._unchanged: drop before_read
         Offloading.__init__: drop settle
         Offloading._leave: drop settle, drop append moving

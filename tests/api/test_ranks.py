@@ -11,9 +11,16 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 
 import zoo
+from tests.accelerator.test_offload import PLANS, Block
 from tests.api.ranks import CASES, IN_BACKWARD, MODELS, peaks, split
 from tests.processes import results_in
 from tests.tracing.models import Net
+from zoo.api.plan import planner_for
+from zoo.api.track import CopiedStep, mean_of
+from zoo.errors import ArgumentError
+from zoo.invocation import Invocation
+from zoo.planner.costs import simulate
+from zoo.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("without_fork")
 
@@ -52,6 +59,47 @@ def net() -> tuple[nn.Module, torch.Tensor]:
 
 
 plan = functools.partial(zoo.plan_rank, world_size=4)
+
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_a_tracked_step_takes_so_much_less_where_it_is_offloaded(fake):
+    model, x = nn.Sequential(*(Block() for _ in range(5)), nn.Linear(64, 8)), torch.rand(2048, 64)
+    plan = zoo.Plan.parse(PLANS["kept steps between"])
+    costs = planner_for(model, x, measured=False).costs_with_gradients
+    kept, offloaded = (simulate(plan, costs, offload=steps) for steps in (0, len(costs)))
+    step = CopiedStep(model, Invocation.of(x), torch.optim.SGD, mean_of, fake=fake)
+    less = step.track(plan).tensor_peak - step.track(plan, offload=True).tensor_peak
+    assert less == kept.peak - offloaded.peak > 0
+
+
+def test_an_anatomy_shows_what_lies_on_the_host_over_time():
+    model, x = nn.Sequential(*(Block() for _ in range(5)), nn.Linear(64, 8)), torch.rand(2048, 64)
+    found = zoo.anatomy(model, x, checkpoint="blocks", offload=True, device="meta")
+    kept = zoo.anatomy(model, x, checkpoint="blocks", device="meta").planned
+    zoo.checkpoint(model, "blocks", offload=True)
+    own = zoo.anatomy(model, x, device="meta").planned
+    assert own.total(["on the host"]) == found.planned.total(["on the host"])
+    # of four states the copy of the last is under way until the backward
+    assert own.host_peak == 3 * x.nbytes
+    assert own.peak == max(map(sum, zip(*own.curves().values(), strict=True))) < kept.peak
+    assert "; 1.50 MiB on the host at most" in own.table()
+    assert zoo.Timeline.from_json(own.to_json()) == own
+    assert max(own.summary()["host"]) == own.host_peak
+    assert kept.host_peak == found.baseline.host_peak == 0
+
+
+def test_a_rank_offloads_what_its_host_has_room_for(monkeypatch):
+    monkeypatch.setattr("zoo.policy.budget.MOST", 2)
+    model, x = nn.Sequential(*(Block() for _ in range(3)), nn.Linear(64, 8)), torch.rand(2048, 64)
+    kept = plan(model, x, max_overhead=0.2)
+    found = plan(model, x, max_overhead=0.2, offload=True)
+    assert found.predicted_peak < kept.predicted_peak
+    assert found.alone.offloaded > 0
+    assert f"| on its host                | {format_bytes(found.alone.offloaded)} |" in str(found)
+    same = plan(model, x, max_overhead=0.2, offload=True, host_budget=1)
+    assert same.predicted_peak == kept.predicted_peak
+    with pytest.raises(ArgumentError, match="pass both"):
+        plan(model, x, memory_budget=0.5, host_budget=1)
 
 
 def test_a_budget_is_kept_to_and_the_least_one_works():

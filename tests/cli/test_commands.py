@@ -185,6 +185,21 @@ def test_the_optimizer_in_the_backward_is_that_of_the_functions(numbers):
     assert numbers("anatomy", *given, flag)["baseline"]["categories"] == step.by("category")
 
 
+def test_offloading_is_that_of_the_functions(numbers):
+    given = ("tests.training:Residuals", "--args", "5", "--input", "4,4,32,32", *A100)
+    model, x = Residuals(5), torch.zeros(4, 4, 32, 32)
+    options = {"device": "a100", "offload": True, "host_budget": "1MiB"}
+    flags = ("--offload", "--host-budget", "1MiB")
+    expected = zoo.plan(model, x, max_overhead=0.5, **options)
+    assert 0 < expected.offloaded <= MIB
+    assert numbers("plan", *given, "--max-overhead", "50%", *flags) == as_json(asdict(expected))
+    found = numbers("frontier", *given, *flags)
+    assert found == as_json(asdict(zoo.frontier(model, x, **options)))
+    sizes = zoo.largest(model, x, memory_budget="20MiB", checkpoint="blocks", **options)
+    given = (*given, "--memory-budget", "20MiB", "--checkpoint", "blocks", *flags)
+    assert numbers("max-batch", *given)["offloaded"] == sizes.offloaded > 0
+
+
 def test_plan_takes_an_overhead_and_an_optimizer(numbers):
     given = ("plan", *RESIDUALS, *A100, "--max-overhead", "0.3", "--optimizer")
     plain, adam = (numbers(*given, name) for name in ("none", "adamw"))

@@ -13,12 +13,12 @@ import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from tests.engine.pitfalls import test_dropped_graphs as graphs
 from tests.engine.test_interrupts import Interrupt, state_of_thread
 from tests.training import plain
+from zoo.engine.devices import read_streams, set_streams
 
 FATES: dict[str, Callable[..., list[Any]]] = {
     "dropped": graphs.dropped,
@@ -44,10 +44,10 @@ def dropped(fate: str, forward: Callable[[], Tensor], weight: Tensor) -> Living:
     """
     with graphs.without_collection():
         counts, nodes = list[int](), list[Any]()
-        own, chance = random.getstate(), torch.get_rng_state()
+        own, chance = random.getstate(), read_streams()
         for _ in range(5):
             random.setstate(own)
-            torch.set_rng_state(chance)
+            set_streams(chance)
             with contextlib.suppress(Exception):
                 nodes += FATES[fate](plain, lambda *_: forward(), weight, weight)
             weight.grad = None
@@ -84,7 +84,7 @@ def restoring(model: Any, batch: Tensor, optimizer: Any) -> Callable[[], None]:
     flags = [(part, part.training) for part in model.modules()]
     means = [(block, block.mean) for block in model.blocks]
     drawn = [(block.generator, block.generator.get_state()) for block in model.blocks]
-    streams, own, seen = torch.get_rng_state(), random.getstate(), [*shared.seen]
+    streams, own, seen = read_streams(), random.getstate(), [*shared.seen]
 
     def restore() -> None:
         shared.seen[:] = seen
@@ -99,7 +99,7 @@ def restoring(model: Any, batch: Tensor, optimizer: Any) -> Callable[[], None]:
         model.load_state_dict(state)
         optimizer.zero_grad()
         batch.grad = None
-        torch.set_rng_state(streams)
+        set_streams(streams)
         random.setstate(own)
 
     return restore

@@ -45,6 +45,21 @@ def test_a_frontier_of_one_plan_can_be_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("blocks", [3, 120])
+def test_a_picture_of_an_offloaded_plan_shows_what_is_on_the_host(blocks: int) -> None:
+    plain = report(blocks)
+    on_host = tuple(2**20 * (step in (1, 3)) for step in range(len(plain.names)))
+    axes = [Figure().subplots(), Figure().subplots()]
+    plain.plot(axes[0])
+    replace(plain, offloaded=2**21, on_host=on_host).plot(axes[1])
+    legend = axes[1].get_legend()
+    assert legend is not None
+    assert "on the host: 2.00 MiB" in [text.get_text() for text in legend.get_texts()]
+    # both are in the column of one block where there are many
+    columns = 2 if blocks == 3 else 1
+    assert len(axes[1].patches) == len(axes[0].patches) + columns
+
+
+@pytest.mark.parametrize("blocks", [3, 120])
 def test_a_picture_of_a_plan_names_stages_and_categories(tmp_path: Path, blocks: int) -> None:
     report(blocks).plot(str(tmp_path / "plan.svg"))
     text = (tmp_path / "plan.svg").read_text()

@@ -23,6 +23,7 @@ from zoo.profiling.optimizer_memory import OptimizerBytes, optimizer_bytes
 from zoo.profiling.peak_memory import measure_step
 from zoo.sizing.max_size import Largest, largest
 from zoo.tracing.planned_forward import patched_forward
+from zoo.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("without_fork")
 
@@ -168,6 +169,31 @@ def test_plans_make_room_for_more_and_any_plan_for_the_most() -> None:
     assert find().size == found["sqrt"], "what is in force on the model is the default"
 
 
+def test_a_host_makes_room_for_more_as_far_as_it_has_room() -> None:
+    model, x = Residuals(5), images(2, 4, 64)
+    sizes = functools.partial(on_paper, model, x, memory_budget="12MiB")
+    kept, found = sizes(checkpoint="blocks"), sizes(checkpoint="blocks", offload=True)
+    assert found.size > kept.size
+    assert f", {format_bytes(found.offloaded)} on the host, " in str(found)
+    assert sizes(checkpoint="auto", offload=True).size >= found.size
+    limit = found.offloaded // 2
+    less = sizes(checkpoint="blocks", offload=True, host_budget=limit)
+    assert limit / 2 < less.offloaded <= limit
+    assert (less.next_peak, less.size < found.size) == (None, True)
+    zoo.checkpoint(model, "blocks", offload=True, host_budget=limit)
+    assert sizes() == less, "that of the model"
+    with pytest.raises(BudgetError, match="of host memory; host_budget is 1 B"):
+        on_paper(model, images(1, 4, 128), checkpoint="blocks", offload=True, host_budget=1)
+
+
+def test_a_real_step_offloads_what_its_plan_says() -> None:
+    model, x = Residuals(5), images(2, 4, 64)
+    found = largest(model, x, memory_budget="12MiB", checkpoint="blocks", offload=True, verify=True)
+    assert found.offloaded > 0
+    assert found.measured_peak is not None
+    assert 0.98 * found.predicted_peak < found.measured_peak <= found.budget
+
+
 def test_what_zoo_plan_refuses_is_one_size_further() -> None:
     model = Residuals(6)
     plan = functools.partial(
@@ -249,7 +275,9 @@ def test_a_budget_that_only_an_optimizer_in_the_backward_meets_is_told() -> None
 def with_more(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Lets real steps take so many bytes more."""
     peak = CopiedStep.peak
-    monkeypatch.setattr(CopiedStep, "peak", lambda *given: peak(*given) + size)
+    monkeypatch.setattr(
+        CopiedStep, "peak", lambda *given, **options: peak(*given, **options) + size
+    )
 
 
 def test_a_step_that_takes_more_than_predicted_lowers_the_size(
@@ -269,7 +297,7 @@ def starved(monkeypatch: pytest.MonkeyPatch, limit: int) -> list[int]:
     """Lets memory run out in real steps beyond a size; returns the sizes of all, as they come."""
     sizes: list[int] = []
 
-    def step(copied: CopiedStep, *_: Any) -> int:
+    def step(copied: CopiedStep, *_: Any, **__: Any) -> int:
         sizes.append(len(copied.inputs.args[0]))
         if sizes[-1] > limit:
             raise torch.OutOfMemoryError
@@ -346,7 +374,7 @@ class Halved(UNet):
 def test_a_size_on_which_a_user_s_own_model_raises_is_none() -> None:
     found = on_paper(Positions(), tokens(1, 8), memory_budget="1GiB", vary=1)
     assert (found.size, found.next_peak) == (20, None)
-    assert str(found).count("the model takes no larger size") == 1
+    assert str(found).count("no larger size works") == 1
     side = functools.partial(on_paper, Halved(), meta(1, 4, 8, 8), vary=(2, 3))
     with pytest.raises(ArgumentError, match="takes size 48 and 96, but not 49; pass multi"):
         side(memory_budget="1MiB")
@@ -432,7 +460,7 @@ def test_a_size_is_looked_at_once_and_the_optimizer_is_the_same_for_all(
     monkeypatch.setattr("zoo.sizing.size_estimate.planner_for", look)
     monkeypatch.setattr("zoo.policy.budget.optimizer_bytes", bytes_of)
     taken = iter([2**20 + 2**17, 2**20])  # the first real step takes too much: it searches again
-    monkeypatch.setattr(CopiedStep, "peak", lambda *_: next(taken))
+    monkeypatch.setattr(CopiedStep, "peak", lambda *_, **__: next(taken))
     largest(Residuals(), images(2, 4, 16), memory_budget=2**20, optimizer=sgd)
     assert next(taken, None) is None
     assert sorted(sizes) == sorted(set(sizes))

@@ -35,8 +35,15 @@ from zoo.invocation import Inputs, Invocation, check_step, device_of
 from zoo.layers.module_hooks import is_hooked
 from zoo.loss import Loss
 from zoo.planner.plan import Plan
-from zoo.policy.budget import Budget, Overhead, StepPlanner, only_in_backward, parse_bounds
-from zoo.policy.plan_report import PlanReport, peak_table
+from zoo.policy.budget import (
+    Budget,
+    Offload,
+    Overhead,
+    StepPlanner,
+    only_in_backward,
+    parse_bounds,
+)
+from zoo.policy.plan_report import PlanReport, Point, peak_table
 from zoo.profiling.optimizer_memory import OptimizerOption
 from zoo.profiling.progress import each, shown
 from zoo.profiling.timeline import Timeline
@@ -100,6 +107,7 @@ class RankReport:
                 if size is not None
             ),
             ("the plan in one process", format_bytes(self.alone.predicted_peak), ""),
+            *([("on its host", format_bytes(host), "")] if (host := self.alone.offloaded) else []),
             ("time without communication", "", f"×{self.predicted_time_ratio:.2f}"),
         ]
         parts = (
@@ -127,6 +135,8 @@ def plan_rank(
     loss: Loss | None = None,
     device: str | None = None,
     optimizer_in_backward: bool = False,
+    offload: bool = False,
+    host_budget: int | str | None = None,
 ) -> RankReport:
     """Finds the plan of least time whose training step keeps to a budget on each of many ranks.
 
@@ -146,6 +156,7 @@ def plan_rank(
         max_overhead, optimizer, loss, device: as in `zoo.plan`; kernels are never timed, and time
             is without communication.
         optimizer_in_backward: not by "ddp".
+        offload, host_budget: as in `zoo.plan`, for each rank.
 
     Raises:
         ArgumentError: a forward that cannot be traced, a model that is spread already, no such
@@ -181,15 +192,16 @@ def plan_rank(
             loss=loss,
             device=device,
             optimizer_in_backward=optimizer_in_backward,
+            offload=Offload.of(offload, host_budget),
             measured=False,
         )
         trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
         buckets = sum(parameter.nbytes for parameter in trained) if name == "ddp" else 0
         rank = _Rank(step, planner, buckets)
-        plan, budget = rank.chosen(*bounds)
-        if budget is None or rank.peak(plan) <= budget:
-            return rank.report(plan, budget, world_size, name)
-        least, baseline = rank.peak(plan), rank.peak(rank.baseline)
+        point, budget = rank.chosen(*bounds)
+        if budget is None or rank.peak(point) <= budget:
+            return rank.report(point, budget, world_size, name)
+        least, baseline = rank.peak(point), rank.peak(planner.baseline)
         text = (
             f"a rank of {world_size} by {name} needs at least {exact_bytes(least)} by the plans "
             f"compared; the budget is {exact_bytes(budget)}; the baseline takes "
@@ -199,7 +211,7 @@ def plan_rank(
         if not optimizer_in_backward and name != "ddp":
             with contextlib.suppress(OptimizerError):
                 rank = _Rank(CopiedStep(*training, in_backward=True), planner, buckets)
-                needed = rank.peak(plan)
+                needed = rank.peak(point)
                 text += only_in_backward(needed) if needed <= budget else ""
         raise BudgetError(f"{text}{planner.gaps}", budget, least, baseline)
 
@@ -214,46 +226,48 @@ class _Rank:
             "buckets of gradients": buckets,
             "workspaces of libraries": planner.fixed.libraries,
         }
-        self.points = {planner.of_model(point).plan: point for point in planner.trades}
-        self.baseline = Plan.keep_all(planner.steps)
-        self.timelines: dict[Plan, Timeline] = {}
+        self.timelines: dict[tuple[Plan, bool], Timeline] = {}
 
-    def timeline(self, plan: Plan) -> Timeline:
+    def timeline(self, point: Point) -> Timeline:
         """Returns a step by a plan, with its bytes as the device's allocator counts them."""
-        if plan not in self.timelines:
-            tracked = self.step.track(plan if plan.depth() else None)
-            self.timelines[plan] = tracked.counted_by(self.planner.rounding)
-        return self.timelines[plan]
+        plan, offload = self.planner.of_model(point).plan, point.offloaded > 0
+        if (plan, offload) not in self.timelines:
+            tracked = self.step.track(plan if plan.depth() else None, offload=offload)
+            self.timelines[plan, offload] = tracked.counted_by(self.planner.rounding)
+        return self.timelines[plan, offload]
 
-    def peak(self, plan: Plan) -> int:
+    def peak(self, point: Point) -> int:
         """Returns the bytes of a step by a plan at its peak."""
-        return self.timeline(plan).peak + sum(self.beside.values())
+        return self.timeline(point).peak + sum(self.beside.values())
 
-    def chosen(self, memory_budget: Any, max_overhead: float | None) -> tuple[Plan, int | None]:
+    def chosen(self, memory_budget: Any, max_overhead: float | None) -> tuple[Point, int | None]:
         """Returns a plan and the budget in bytes: the plan of least peak where none fits."""
+        points = self.planner.trades
         if max_overhead is not None:
-            quick = [p for p, point in self.points.items() if point.time_ratio <= 1 + max_overhead]
+            quick = [point for point in points if point.time_ratio <= 1 + max_overhead]
             return min(each("steps by plans", quick), key=self.peak), None
         budget = memory_budget
         if isinstance(budget, float):
-            budget = int(budget * self.peak(self.baseline))
-        for plan in each("steps by plans", self.points):
-            if self.peak(plan) <= budget:
-                return plan, budget
-        return min(self.points, key=self.peak), budget
+            budget = int(budget * self.peak(self.planner.baseline))
+        for point in each("steps by plans", points):
+            if self.peak(point) <= budget:
+                return point, budget
+        return min(points, key=self.peak), budget
 
-    def report(self, plan: Plan, budget: int | None, world_size: int, strategy: str) -> RankReport:
+    def report(
+        self, point: Point, budget: int | None, world_size: int, strategy: str
+    ) -> RankReport:
         """Returns the report of a plan."""
-        timeline = self.timeline(plan)
+        timeline = self.timeline(point)
         return RankReport(
             world_size=world_size,
             strategy=strategy,
-            predicted_peak=self.peak(plan),
-            baseline_peak=self.peak(self.baseline),
+            predicted_peak=self.peak(point),
+            baseline_peak=self.peak(self.planner.baseline),
             budget=budget,
             phase=timeline.phase_at(timeline.peak_point),
             at_peak=timeline.by("category") | {n: size for n, size in self.beside.items() if size},
-            alone=self.planner.describe(self.points[plan], None),
+            alone=self.planner.describe(point, None),
         )
 
 

@@ -9,7 +9,7 @@ import copy
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from zoo.invocation import Inputs, Invocation, check_step, fake_at
 from zoo.loss import Loss, checked_loss, nothing_trained, own_loss, with_loss_errors
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
-from zoo.policy.budget import StepPlanner
-from zoo.policy.options import Checkpoint, option_for, plan_or_option
+from zoo.policy.budget import Offload, StepPlanner
+from zoo.policy.options import Checkpoint, option_for, parse_checkpoint
 from zoo.policy.savings import savings_of
 from zoo.profiling.cudnn_recurrent import flattened
 from zoo.profiling.fake_tensors import FakeTensorFixes
@@ -114,6 +114,7 @@ def anatomy(
     checkpoint: Checkpoint | None = None,
     device: str | None = None,
     optimizer_in_backward: bool = False,
+    offload: bool = False,
 ) -> Anatomy:
     """Tracks a steady training step of a model: the baseline and, if there is a plan, with it.
 
@@ -129,6 +130,9 @@ def anatomy(
         device: "meta" runs nothing real, but fake tensors of the model's device. Meta inputs or
             parameters imply it.
         optimizer_in_backward: both steps are trained so; without an optimizer by plain SGD.
+        offload: what segments of `checkpoint` start from lies on the host until the backward, and
+            the timeline has these bytes beside the device's. A plan of the model's own keeps its
+            own setting.
 
     Raises:
         ArgumentError: no module; a plan for what cannot be traced.
@@ -146,13 +150,15 @@ def anatomy(
     def outline(loss: Loss | None) -> Outline:
         return without_loss() if loss is None else outline_of(model, meta_inputs, loss)
 
-    plan = _plan_of_option(model, meta_inputs.tensors, checkpoint, outline)
+    to_host = Offload.of(offload, None)
+    plan, offloads = _plan_of_option(model, meta_inputs.tensors, checkpoint, to_host, outline)
     on_meta = any(tensor.is_meta for tensor in (*invocation.tensors, *model.parameters()))
     options: Any = {"fake": device == "meta" or on_meta, "in_backward": optimizer_in_backward}
     with random_state_restored():
         step = CopiedStep(model, invocation, optimizer, loss or mean_of, **options)
-        plans = (None,) if plan is None else (plan, None)
-        *planned, baseline = map(step.track, each("tracked steps", plans))
+        plans = ((None, False),) if plan is None else ((plan, offloads), (None, False))
+        tracked = each("tracked steps", plans)
+        *planned, baseline = (step.track(plan, offload=offloads) for plan, offloads in tracked)
     by_plan = plan if isinstance(plan, Plan) else None
     made = maker_of(optimizer, model)
     try:
@@ -170,20 +176,30 @@ def _plan_of_option(
     model: nn.Module,
     inputs: Sequence[Tensor],
     checkpoint: Checkpoint | None,
+    offload: Offload,
     outline: Callable[[Loss | None], Outline],
-) -> Plan | str | None:
-    """Decides the plan without running a step; "blocks" where the model cannot be traced."""
-    checkpoint = plan_or_option(checkpoint)
-    option = option_of(model) if checkpoint is None else option_for(checkpoint, None, None)
+) -> tuple[Plan | str | None, bool]:
+    """Decides the plan, and whether it is offloaded, without running a step.
+
+    The plan is "blocks" where the model cannot be traced.
+    """
+    option = option_of(model) if checkpoint is None else None
     if option is None:
-        return None
+        given = False if checkpoint is None else parse_checkpoint(checkpoint)
+        option = option_for(given, None, None, offload=offload)
+    if option is None:
+        return None, False
+    is_on = option.offload.is_on
+    option = replace(option, report=None)
     try:
         with torch.enable_grad():
-            return option.plan_for(StepPlanner(model, outline(option.step.loss), inputs))
+            planner = StepPlanner(model, outline(option.step.loss), inputs)
+            plan, _, offloads = option.plan_for(planner)
+            return plan, offloads and is_on
     except TraceError:
         if checkpoint not in (None, True, "blocks"):
             raise
-        return "blocks"
+        return "blocks", is_on
 
 
 class CopiedStep:
@@ -235,19 +251,19 @@ class CopiedStep:
                         parameter.grad = torch.empty_like(parameter)
                 self.optimizer.step()
 
-    def track(self, plan: Plan | str | None) -> Timeline:
+    def track(self, plan: Plan | str | None, *, offload: bool = False) -> Timeline:
         """Tracks a step by a plan, for real after another one; None is the baseline."""
         own = [p for p in self.model.parameters() if p.requires_grad]
         on_cpu = self.mode is None and all(parameter.device.type == "cpu" for parameter in own)
-        with self._by(plan):
+        with self._by(plan, offload):
             options: Any = {"inputs": self.inputs.tensors, "allocator": on_cpu}
             with track(self.model, optimizer=self.optimizer, **options) as timeline:
                 self._train()
         return timeline
 
-    def peak(self, plan: Plan | None) -> int:
+    def peak(self, plan: Plan | None, *, offload: bool = False) -> int:
         """Returns the allocator's peak bytes in a real step by a plan, after another one."""
-        with self._by(plan):
+        with self._by(plan, offload):
             arguments = self.model, self.optimizer, self.inputs.tensors
             return measure_step(self._train, *arguments).peak
 
@@ -255,12 +271,13 @@ class CopiedStep:
         train_step(self.model, self.inputs, self.loss, self.optimizer)
 
     @contextlib.contextmanager
-    def _by(self, plan: Plan | str | None) -> Iterator[None]:
+    def _by(self, plan: Plan | str | None, offload: bool) -> Iterator[None]:
         """Puts a plan in force on the copy inside the block, ready for a steady step."""
         # outside of the mode, since the optimizer is tried on real tensors
         attached = stepping_in_backward(self.model, self.optimizer if self.in_backward else None)
         with attached, self._modes():
-            put_in_force(self.model, False if plan is None else plan, steps=self.names)
+            option = False if plan is None else plan
+            put_in_force(self.model, option, steps=self.names, offload=offload)
             self.model.zero_grad(set_to_none=True)
             patched = patched_forward(self.model)
             if patched is not None and self.traced is not None:

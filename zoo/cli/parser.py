@@ -20,10 +20,12 @@ from zoo.errors import LONGEST, ArgumentError, ZooError, nearest, shortened, sho
 from zoo.policy.budget import parse_budget, parse_overhead
 from zoo.policy.options import parse_checkpoint
 from zoo.profiling.optimizer_memory import OPTIMIZERS
+from zoo.units import parse_bytes
 
 # argparse's settings for the value of an option, by its metavar; for any other it is text
 METAVARS: dict[str, dict[str, Any]] = {
     "AXIS": {"type": values.number},
+    "BYTES": {"type": parse_bytes},
     "COUNT": {"type": values.count},
     "DEVICE": {"type": values.device},
     "DEVICE_OR_RATED": {"type": values.rated_device, "metavar": "DEVICE"},

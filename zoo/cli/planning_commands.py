@@ -32,6 +32,7 @@ IN_BACKWARD = {
     "--optimizer-in-backward": "the optimizer steps in the backward and frees each gradient "
     "(zoo.optimizer_in_backward)"
 }
+OFFLOAD = {"--offload": "what segments start from lies on the host until the backward"}
 # options of the commands that plan
 PLANNED = {
     **MODEL,
@@ -41,6 +42,8 @@ PLANNED = {
     f"kernel there, its time and workspace; default: {TORCH_DEVICES[-1]} if it is here, else cpu. "
     f"{', '.join(RATED)}: an analytical estimate from that device's peak rates, without kernel "
     "workspaces",
+    **OFFLOAD,
+    "--host-budget BYTES": "with --offload: the most that lies there, 64GiB",
 }
 FREE = "or device: what is free on --device"
 
@@ -170,6 +173,8 @@ def _planning_arguments(spec: ModelSpec, options: argparse.Namespace) -> dict[st
         "optimizer": options.optimizer,
         "device": None if _is_here(device) else device,
         "optimizer_in_backward": options.optimizer_in_backward,
+        "offload": options.offload,
+        "host_budget": options.host_budget,
     }
 
 
@@ -184,6 +189,7 @@ def _is_here(device: str | None) -> bool:
         "--checkpoint PLAN": f"also show a step by this plan: {PLANS}",
         **OPTIMIZER,
         **IN_BACKWARD,
+        **OFFLOAD,
         "--device DEVICE": "a device of torch, such as cpu or cuda: run a real step there; "
         "default: fake tensors of a CPU",
         "--holders NUMBER=10": "how many of the largest tensors to list",
@@ -213,6 +219,7 @@ def run_anatomy(options: argparse.Namespace) -> Answer:
             optimizer=options.optimizer,
             checkpoint=options.checkpoint,
             optimizer_in_backward=options.optimizer_in_backward,
+            offload=options.offload,
         )
     write(options.save, lambda path: Path(path).write_text(steps.to_json(), encoding="utf-8"))
     write(options.plot, (steps.planned or steps.baseline).plot)

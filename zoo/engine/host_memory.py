@@ -20,8 +20,8 @@ The side stream copies in order, so that a slab is not written again before it h
 stream is recorded for the allocator (`record_stream`), by which the time of a copy would decide how
 much memory a step takes.
 
-On an accelerator the host's memory is pinned, on the CPU it is a memory-mapped file. While a graph
-is captured, nothing is copied.
+On an accelerator the host's memory is pinned, on the CPU it is a memory-mapped file, for fake
+tensors there is none. While a graph is captured, nothing is copied.
 """
 
 import contextlib
@@ -34,14 +34,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
-from zoo._torch import BelowAutograd, DisableTorchDispatch, storage_holders
+from zoo._torch import BelowAutograd, DisableTorchDispatch, FakeTensor, storage_holders
 from zoo.engine.devices import is_capturing, synchronize
 from zoo.engine.operands import External
 from zoo.engine.replay import without_modes
@@ -56,18 +56,36 @@ LEAVING = 1
 
 
 class Slab:
-    """Host memory that is allocated once, and the number of storages in it."""
+    """Host memory that is allocated once, and the pieces of it that are in use.
+
+    A piece is in use as long as it lives, so that nothing that ends a step early loses one.
+    """
 
     def __init__(self, device: torch.device, size: int) -> None:
-        self.memory = _file_memory(size) if device.type == "cpu" else _pinned_memory(size)
-        self.used = self.tenants = 0
+        self.memory = _host_memory(device)(size)
+        self.used = 0
+        self.pieces: set[weakref.ref[Tensor]] = set()
+
+    def room(self) -> int:
+        """Returns how many bytes are left; all of them once no piece is in use."""
+        self.used = self.used if self.pieces else 0
+        return len(self.memory) - self.used
+
+    def piece(self, size: int) -> Tensor:
+        """Returns a piece of the rest, of at most so many bytes."""
+        piece = self.memory[self.used : self.used + size]
+        # no line of Python, which an interrupt could leave out
+        self.pieces.add(weakref.ref(piece, self.pieces.discard))
+        self.used += len(piece)
+        return piece
 
 
-class Piece(NamedTuple):
-    """A part of a storage in a slab."""
+def _host_memory(device: torch.device) -> Callable[[int], Tensor]:
+    return {"cpu": _file_memory, "meta": _fake_memory}.get(device.type, _pinned_memory)
 
-    slab: Slab
-    memory: Tensor
+
+def _fake_memory(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="meta")
 
 
 def _pinned_memory(size: int) -> Tensor:
@@ -87,17 +105,31 @@ class HostMemory:
     A copy or a pickle of a model has slabs of its own.
 
     Attributes:
-        allocated: bytes of slabs so far.
-        offloaded: bytes in them now, and the most there were.
+        limit: None where there is none.
+        peak: the most bytes that storages took so far.
         is_full: whether there was no room for a storage, which stayed on its device.
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        self.limit = limit
-        self.allocated = self.offloaded = self.peak = 0
-        self.is_full = False
+        self.limit, self.peak, self.is_full = limit, 0, False
         self.lock = threading.RLock()
         self._of_devices: dict[torch.device, DeviceTransfers] = {}
+
+    @property
+    def slabs(self) -> list[Slab]:
+        """The slabs of all devices."""
+        return [slab for transfers in self._of_devices.values() for slab in transfers.slabs]
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of slabs so far."""
+        return sum(len(slab.memory) for slab in self.slabs)
+
+    @property
+    def offloaded(self) -> int:
+        """Bytes of pieces that are in use."""
+        references = (reference for slab in self.slabs for reference in [*slab.pieces])
+        return sum(map(len, alive(references)))
 
     def __reduce__(self) -> tuple[type["HostMemory"], tuple[int | None]]:
         return HostMemory, (self.limit,)
@@ -124,60 +156,31 @@ class DeviceTransfers:
 
     def __init__(self, host: HostMemory, device: torch.device) -> None:
         self.host, self.device = host, device
-        self.stream = None if device.type == "cpu" else torch.Stream(device=device)
+        self.stream = None if device.type in ("cpu", "meta") else torch.Stream(device=device)
         # storages that a copy on the side stream still reads or writes, whose memory is not freed
         self.moving: deque[OffloadedStorage] = deque()
-        self._current: Slab | None = None
-        self._free: list[Slab] = []
-        # those of dead storages, which die at any time, also while slabs are taken
-        self._returned: deque[Sequence[Piece]] = deque()
+        self.slabs: list[Slab] = []
 
-    def take(self, size: int) -> list[Piece]:
+    def take(self, size: int) -> list[Tensor]:
         """Returns memory of a size, in one slab or several; none if there is no room."""
-        self._take_back()
-        slab = self._current
-        missing = size - (0 if slab is None else len(slab.memory) - slab.used)
-        missing -= sum(len(slab.memory) for slab in self._free)
+        missing = size - sum(slab.room() for slab in self.slabs)
         while missing > 0:
             if (more := self.host.room()) <= 0:
                 return []
             try:
-                self._free.append(Slab(self.device, more))
+                self.slabs.append(Slab(self.device, more))
             except (OSError, RuntimeError):
                 # the host has no more
                 self.host.limit = self.host.allocated
                 return []
-            self.host.allocated += more
             missing -= more
-        pieces = [*self._pieces(size)]
-        self.host.offloaded += size
-        self.host.peak = max(self.host.peak, self.host.offloaded)
+        pieces: list[Tensor] = []
+        for slab in self.slabs:
+            if size and slab.room():
+                pieces.append(slab.piece(size))
+                size -= len(pieces[-1])
+        self.host.peak = max(self.host.peak, sum(slab.used for slab in self.host.slabs))
         return pieces
-
-    def _pieces(self, size: int) -> Iterator[Piece]:
-        while size:
-            slab = self._current
-            if slab is None or slab.used == len(slab.memory):
-                self._current = slab = self._free.pop()
-            memory = slab.memory[slab.used : slab.used + size]
-            slab.used += len(memory)
-            slab.tenants += 1
-            size -= len(memory)
-            yield Piece(slab, memory)
-
-    def give(self, pieces: Sequence[Piece]) -> None:
-        """Gives memory back, for copies that come later on the side stream."""
-        self._returned.append(pieces)
-
-    def _take_back(self) -> None:
-        while self._returned:
-            for slab, memory in self._returned.popleft():
-                self.host.offloaded -= len(memory)
-                slab.tenants -= 1
-                if not slab.tenants:
-                    slab.used = 0
-                    if slab is not self._current:
-                        self._free.append(slab)
 
     def wait_for_kernels(self) -> None:
         """Makes the side stream wait for the kernels so far."""
@@ -188,14 +191,23 @@ class DeviceTransfers:
         """Returns the stream on which kernels run here."""
         return torch.accelerator.current_stream(self.device)
 
-    def copy(self, storage: UntypedStorage, pieces: Sequence[Piece], out: bool) -> "Copied | None":
+    def copy(self, storage: UntypedStorage, pieces: Sequence[Tensor], out: bool) -> "Copied | None":
         """Copies a storage out, or back, on the side stream; returns what tells its end."""
         whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-        parts = whole.split([len(piece.memory) for piece in pieces])
-        with contextlib.nullcontext() if self.stream is None else self.stream:
-            for part, (_, memory) in zip(parts, pieces, strict=True):
-                target, source = (memory, part) if out else (part, memory)
-                target.copy_(source, non_blocking=True)
+        parts = whole.split([*map(len, pieces)])
+        try:
+            with contextlib.nullcontext() if self.stream is None else self.stream:
+                for part, piece in zip(parts, pieces, strict=True):
+                    target, source = (piece, part) if out else (part, piece)
+                    target.copy_(source, non_blocking=True)
+            return self._copied()
+        except BaseException:
+            # an interrupt: the storage may be freed, and what was begun still writes it
+            if (copied := self._copied()) is not None:
+                copied.wait(self.kernels())
+            raise
+
+    def _copied(self) -> "Copied | None":
         return None if self.stream is None else Copied(self.stream.record_event(), self.kernels())
 
     def settle(self, count: int) -> None:
@@ -221,7 +233,7 @@ class Copied(NamedTuple):
 class OffloadedStorage:
     """A storage that is copied to the host until the backward reads it.
 
-    Its states come in this order: an interrupt between two of them loses nothing.
+    Its states come in this order: an interrupt between two of them, or within one, loses nothing.
 
         leaving   the copy is under way: memory and numbers are still there
         away      without memory
@@ -231,7 +243,7 @@ class OffloadedStorage:
     def __init__(self, storage: UntypedStorage, segment: int, transfers: DeviceTransfers) -> None:
         self.storage, self.size, self.segment = storage, storage.nbytes(), segment
         self.transfers = transfers
-        self.pieces: Sequence[Piece] = ()
+        self.pieces: Sequence[Tensor] = ()
         self.copied: Copied | None = None
         self.is_leaving, self.is_away = True, False
 
@@ -246,12 +258,15 @@ class OffloadedStorage:
         """Begins to copy the storage back, if it is away."""
         with self.transfers.host.lock:
             if self.is_away:
+                # first: an interrupt must not free memory that a copy writes
+                if self not in self.transfers.moving:
+                    self.transfers.moving.append(self)
                 self.storage.resize_(self.size)
                 self.transfers.wait_for_kernels()
                 self.copied = self.transfers.copy(self.storage, self.pieces, out=False)
-                self.transfers.moving.append(self)
                 self.is_away = False
-                self._give()
+                # for copies that come later on the side stream
+                self.pieces = ()
 
     def before_read(self) -> None:
         """Makes the numbers be there for the kernels that are called next."""
@@ -260,7 +275,7 @@ class OffloadedStorage:
                 without_modes(self.come_back_here)
             self.is_leaving = False
             self.settle()
-            self._give()
+            self.pieces = ()
 
     def come_back_here(self) -> None:
         """Comes back, wherever this is called."""
@@ -277,14 +292,6 @@ class OffloadedStorage:
             self.storage.resize_(0)
         if self in self.transfers.moving:
             self.transfers.moving.remove(self)
-
-    def _give(self) -> None:
-        pieces, self.pieces = self.pieces, ()
-        if pieces:
-            self.transfers.give(pieces)
-
-    def __del__(self) -> None:
-        self._give()
 
 
 class Offloading:
@@ -382,10 +389,10 @@ def _as_bytes() -> Iterator[None]:
 def _may_be_alone(external: External) -> bool:
     """Returns whether a storage is worth a copy, and is none that the program holds in any case."""
     tensor, home = external.tensor, external.home()
-    if home is None or type(tensor) is not Tensor or not is_plain(tensor):
+    if home is None or type(tensor) not in (Tensor, FakeTensor) or not is_plain(tensor):
         return False
     is_parameter = external.original is not None and isinstance(external.original(), Parameter)
-    is_large = home.nbytes() >= LEAST_OFFLOADED and home.device.type != "meta"
+    is_large = home.nbytes() >= LEAST_OFFLOADED
     return is_large and external.copy is None and home.resizable() and not is_parameter
 
 

@@ -393,6 +393,8 @@ class External:
         """
         tensor = self.tensor
         if isinstance(tensor, FakeTensor):
+            if self.offloaded is not None:
+                self.offloaded.before_read()
             return tensor
         if self.memory is not None:
             self.look_for_other_memory()

@@ -164,6 +164,8 @@ class Simulation:
     moment: Moment  # the first tick at the peak
     offloaded: int = 0  # bytes that are copied to the host until the backward
     waited_seconds: float = 0.0  # in which kernels wait for copies
+    # for each step, what is copied there of that from which a segment starts with it
+    on_host: tuple[int, ...] = ()
 
 
 class CopyRate(NamedTuple):
@@ -206,7 +208,7 @@ def simulate(
     clock.hold(costs.returned)
     for item, casts in zip(reversed(plan), reversed(earlier_casts), strict=True):
         # here no recomputed tensor is held
-        if clock.offloading is not None and isinstance(item, tuple):
+        if clock.offloading is not None:
             clock.offloading.come_back(item)
         clock.forward_bytes, clock.peak = clock.held_bytes, 0
         clock.give_away(item)
@@ -222,7 +224,8 @@ def simulate(
     if clock.offloading is None:
         return Simulation(peak, clock.flops, seconds, backward_peaks, moment)
     on_host, waited = clock.offloading.bytes, clock.offloading.waited
-    return Simulation(peak, clock.flops, seconds, backward_peaks, moment, on_host, waited)
+    costs_of_plan = peak, clock.flops, seconds, backward_peaks, moment
+    return Simulation(*costs_of_plan, sum(on_host), waited, tuple(on_host))
 
 
 def least_possible(costs: StepCosts) -> int:
@@ -296,8 +299,8 @@ class _Clock:
             else:
                 self.held_bytes += self.copies(item)
                 self.hold(self.kept_by(item))
-                if self.offloading is not None:
-                    self.offloading.add(item)
+            if self.offloading is not None:
+                self.offloading.add(item)
 
     def backward(self, item: Item, *, is_inner: bool = False) -> None:
         """Runs the backward of an item; that of a segment recomputes it first.
@@ -495,7 +498,8 @@ class _Offloading:
 
     def __init__(self, clock: _Clock, steps: int, copies: CopyRate) -> None:
         self.clock, self.steps, self.copies = clock, steps, copies
-        self.bytes = 0
+        # by the first step of the last segment that starts from them
+        self.bytes = [0] * len(clock.costs)
         # the time of the kernels, for how long they have waited, and when the copies end
         self.now = self.waited = self.copied = 0.0
         self.ends: dict[int, float] = {}
@@ -506,12 +510,18 @@ class _Offloading:
         self.leaving: int | None = None
         self.away: set[int] = set()
 
-    def add(self, item: tuple[Item, ...]) -> None:
-        """Adds a segment whose forward is over."""
-        for storage in self.clock.inputs(item) | self.clock.kept_by(item):
+    def held_by(self, item: Item) -> frozenset[int]:
+        """Returns what may lie on the host of what an item holds: nothing of a kept step's."""
+        if isinstance(item, int):
+            return frozenset()
+        return self.clock.inputs(item) | self.clock.kept_by(item)
+
+    def add(self, item: Item) -> None:
+        """Adds an item whose forward is over."""
+        for storage in self.held_by(item):
             if self.clock.costs.sizes[storage] >= LEAST_OFFLOADED:
                 self.segments[storage] = self.segments.get(storage, 0) + 1
-                self.last_reader[storage] = next(indices(item))
+                self.last_reader[storage] = _steps(item)[0]
 
     def copy_out(self, step: int) -> None:
         """Copies out what only segments hold when a step of the model begins, or the model ends."""
@@ -520,7 +530,7 @@ class _Offloading:
         for storage, count in [*self.segments.items()] if step <= self.steps else ():
             if self.clock.holders[storage] == count and storage not in needed:
                 del self.segments[storage]
-                self.bytes += costs.sizes[storage]
+                self.bytes[self.last_reader[storage]] += costs.sizes[storage]
                 if self.leaving is not None:
                     self.wait(self.leaving)
                     self.away.add(self.leaving)
@@ -528,9 +538,11 @@ class _Offloading:
                 self.leaving = storage
                 self.copy(storage)
 
-    def come_back(self, item: tuple[Item, ...]) -> None:
+    def come_back(self, item: Item) -> None:
         """Copies back what a segment needs, and what the one before it does."""
-        own = next(indices(item))
+        if isinstance(item, int) and not self.held_by(item):
+            return
+        own = _steps(item)[0]
         leaving = [] if self.leaving is None else [self.leaving]
         readers = [self.last_reader[storage] for storage in (*self.away, *leaving)]
         first = max((reader for reader in readers if reader < own), default=own)
@@ -539,7 +551,7 @@ class _Offloading:
                 self.away.remove(storage)
                 self.clock.held_bytes += self.clock.costs.sizes[storage]
                 self.copy(storage)
-        for storage in self.clock.inputs(item) | self.clock.kept_by(item):
+        for storage in self.held_by(item):
             if storage in self.ends:
                 self.wait(storage)
 

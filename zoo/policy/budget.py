@@ -329,14 +329,15 @@ class StepPlanner:
             self.made_for,
         )
 
-    def point(self, plan: Plan) -> Point:
-        """Predicts what a plan of the model costs.
+    def point(self, plan: Plan, *, offloads: bool = True) -> Point:
+        """Predicts what a plan of the model costs; without `offloads` nothing is on the host.
 
         Raises:
             PlanError: it is for another number of steps.
         """
         plan.check(self.steps)
-        return self._point(Plan([*plan, *range(self.steps, len(self.costs))]))
+        whole = Plan([*plan, *range(self.steps, len(self.costs))])
+        return self._point(whole, result=None if offloads else self._kept(whole))
 
     def bytes_of(self, budget: Budget | None) -> int:
         """Returns a parsed budget in bytes."""
@@ -418,12 +419,23 @@ class StepPlanner:
         best = [_loss_kept(point.plan, self.steps) for point in nested]
         single = schemes.one_by_one(self.costs, self.steps)
         chosen = dict.fromkeys([self.baseline.plan, *thinned(best, MOST), *thinned(single, MOST)])
-        shallow = (plan for plan in chosen if plan.depth() <= DEEPEST)
-        return sorted(map(self._point, shallow), key=lambda point: point.time_ratio)
+        shallow = [plan for plan in chosen if plan.depth() <= DEEPEST]
+        points = [self._point(plan, result=self._kept(plan)) for plan in shallow]
+        if self.offload.is_on:
+            flat = {_loss_kept(plan, self.steps): None for plan in self._flat_plans()}
+            plans = dict.fromkeys([*shallow, *thinned([*flat], MOST)])
+            points += [p for p in map(self._point, plans) if self._is_offloaded(p)]
+        return sorted(points, key=lambda point: point.time_ratio)
+
+    def _is_offloaded(self, point: Point) -> bool:
+        return point.offloaded > 0 and self.offload.allows(point.offloaded)
 
     @functools.cached_property
     def least(self) -> Point:
-        """The plan of least peak, found without the other best ones."""
+        """The plan of least peak, without offloading found without the other best ones."""
+        if self.offload.is_on:
+            # what is offloaded decides which plan that is
+            return self.points[0]
         point = self._point(
             _loss_kept(optimal_planner().least(self.costs_with_gradients), self.steps)
         )
@@ -479,6 +491,7 @@ class StepPlanner:
             accumulates=self.accumulates,
             holds_outputs=self.holds_outputs,
             offloaded=point.offloaded,
+            on_host=result.on_host[: self.steps],
         )
 
     def of_model(self, point: Point) -> Point:

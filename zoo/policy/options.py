@@ -261,7 +261,7 @@ class Option:
         """Whether it is a budget or an overhead, for which each kind of kernel is measured."""
         return bool(self.checkpoint == "auto")
 
-    def plan_for(self, planner: StepPlanner, *, runs_kernels: bool = True) -> Plan:
+    def plan_for(self, planner: StepPlanner, *, runs_kernels: bool = True) -> RoomyPlan:
         """Returns the plan for the steps of a model on inputs like these.
 
         Without `runs_kernels`, as for a step whose inputs may not fit now, `True` counts the
@@ -271,7 +271,7 @@ class Option:
             BudgetError: no plan keeps to the budget.
             PlanError: the user's plan is for other steps.
         """
-        return self._checked_plans(planner, runs_kernels=runs_kernels)[0].plan
+        return self._checked_plans(planner, runs_kernels=runs_kernels)[0]
 
     def plans_for(self, planner: StepPlanner, *, has_run: bool = False) -> Sequence[RoomyPlan]:
         """Returns the plan, and for a budget in bytes others for larger inputs, by rising room.

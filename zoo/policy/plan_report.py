@@ -154,6 +154,7 @@ class PlanReport:
         kernels_measured: whether each kind of kernel was measured, so that kernel workspaces count.
         device, optimizer, accumulates, holds_outputs: what it was made for.
         offloaded: bytes that the host holds until the backward, beside all others.
+        on_host: for each step, those from which a segment starts with it; empty if there are none.
         format: how the steps are numbered.
     """
 
@@ -178,6 +179,7 @@ class PlanReport:
     accumulates: bool = False
     holds_outputs: bool = True
     offloaded: int = 0
+    on_host: tuple[int, ...] = ()
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -244,8 +246,9 @@ class PlanReport:
         """Draws the plan over its steps into a file (.svg, .png, .pdf) or a matplotlib Axes.
 
         The bar of a step, or of a block where there are many, is as high as the bytes that it
-        saves, and colored by how often it runs; below it are the segments, nested ones below those
-        around them. A file also gets the peak by category.
+        saves, and colored by how often it runs; on it are those on the host from which a segment
+        starts there. Below are the segments, nested ones below those around them. A file also gets
+        the peak by category.
 
         Raises:
             ArgumentError: matplotlib is not installed, or a file of no known kind.
@@ -253,12 +256,16 @@ class PlanReport:
         plots().draw_plan(
             target,
             self.plan,
-            {"names": self.names, "blocks": self.blocks, "saved": self.saved},
+            {
+                **{"names": self.names, "blocks": self.blocks, "saved": self.saved},
+                "on_host": self.on_host,
+            },
             title=f"A plan for {self.title}",
             subtitle=f"predicted peak of a training step {format_bytes(self.predicted_peak)}, "
             f"{self._of_baseline(self.predicted_peak)} of the baseline; "
             f"time ×{self.predicted_time_ratio:.2f}; "
-            f"{self._recomputed():.1%} of the forward's operations recomputed",
+            f"{self._recomputed():.1%} of the forward's operations recomputed"
+            + (f"; {format_bytes(self.offloaded)} on the host" if self.offloaded else ""),
             peak=self.at_peak.by_name(),
             limits=self._limits(),
         )
@@ -287,7 +294,7 @@ def _report(values: Any) -> PlanReport:
         )
     report = read(PlanReport, values)
     steps = len(report.plan.flatten())
-    for field in ("names", "blocks", "saved"):
+    for field in ("names", "blocks", "saved", *["on_host"] * bool(report.on_host)):
         count = len(getattr(report, field))
         if count != steps:
             raise PlanError(f"its plan has {steps} steps, its {field} are those of {count}")

@@ -13,6 +13,7 @@ freed. The category of a storage is known after the tracked block of code:
     saved activations       allocated before a backward and alive when it begins: saved tensors, and
                             outputs that the program still holds
     temporaries             all others
+    on the host             offloaded, without memory on the device
 
 Within a backward, grad mode is on during a recomputation. It is also on throughout a backward with
 `create_graph`, which is read from the caller's frame; then only the engine's replays count.
@@ -38,7 +39,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -63,13 +64,12 @@ from zoo._torch import (
     replaced,
     sequence_number,
 )
-from zoo.engine import devices
+from zoo.engine import devices, host_memory
 from zoo.engine.devices import cpu_events
 from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.operator_effects import effects_of
 from zoo.engine.recompute import observed
 from zoo.engine.segments import thread
-from zoo.engine.sharded import sharded_modules
 from zoo.errors import ArgumentError, shortened
 from zoo.invocation import check_module, device_of
 from zoo.optimizer.in_backward import observed_gradients
@@ -78,7 +78,7 @@ from zoo.profiling.fake_tensors import DEVICE
 from zoo.profiling.optimizer_memory import is_optimizer
 from zoo.profiling.source_location import UNKNOWN, Location, Locations, is_differentiated
 from zoo.profiling.tensor_spec import storages_of, tensors_in
-from zoo.profiling.timeline import WORKSPACE, Allocation, Mark, Timeline
+from zoo.profiling.timeline import HOST, WORKSPACE, Allocation, Mark, Timeline
 
 F = TypeVar("F", bound=Callable[..., object])
 _UNSHAPED = torch.empty(0, device="meta")
@@ -90,7 +90,7 @@ class StorageLifetime:
     """The lifetime of a storage, or of a block of the allocator; times in nanoseconds.
 
     `resident`: older than the tracked code. `saved`: allocated before a backward and alive when
-    the backward began. `category`: "" until it is known.
+    the backward began. `category`: "" until it is known. `on_host`: offloaded.
     """
 
     bytes: int
@@ -105,12 +105,13 @@ class StorageLifetime:
     shape: tuple[int, ...] = ()
     dtype: str = ""
     address: int = 0
+    on_host: bool = False
 
     def allocation(self, start: int, end: int | None) -> Allocation:
         """Returns the `Allocation` from one point of a timeline to another."""
         own = "saved activations" if self.saved else "temporaries"
         own = "recomputed" if self.phase == "recompute" else own
-        category = self.category or ("inputs" if self.resident else own)
+        category = HOST if self.on_host else self.category or ("inputs" if self.resident else own)
         origin = (self.phase, *self.location, self.shape, self.dtype, self.name)
         return Allocation(self.bytes, start, end, category, *origin)
 
@@ -285,23 +286,37 @@ class StorageRecorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def _resizing(self) -> Iterator[None]:
-        """Records the parameters that FSDP2 gathers: it resizes storages without an operation."""
-        if not sharded_modules(self.model):
-            yield
-            return
+        """Records what is allocated by resizing storages, without an operation.
+
+        FSDP2 gathers parameters so, and what was offloaded comes back so.
+        """
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: UntypedStorage, size: int) -> UntypedStorage:
             caller = sys._getframe(1)
+            name, life = caller.f_globals.get("__name__", ""), self.alive.get(storage._cdata)
             location = self._begin_operation(caller)
             resize(storage, size)
+            if name == host_memory.__name__ and life is not None:
+                self._move(storage, life)
+                return storage
             self._record_result(storage, _UNSHAPED, location)
-            if size and caller.f_globals.get("__name__", "").startswith(_FSDP):
+            if size and name.startswith(_FSDP):
                 self.alive[storage._cdata].category = "parameters"
             return storage
 
         with replaced(torch.UntypedStorage, "resize_", resized):
             yield
+
+    def _move(self, storage: UntypedStorage, life: StorageLifetime) -> None:
+        """Records that a storage was copied to the host, or back."""
+        self._freed(storage._cdata, life)
+        moved = replace(life, born=self._now(), died=None, saved=True, address=0)
+        moved.category = life.category or "inputs" * life.resident
+        moved.resident, moved.on_host = False, not storage.nbytes()
+        if storage.nbytes() and storage.device.type != "meta":
+            moved.address = int(storage.data_ptr())
+        self._begin(storage, moved)
 
     def _record_gradient(self, parameter: Tensor) -> None:
         self._categorize("gradients", [(self.names.get(id(parameter), ""), parameter.grad)])
@@ -339,6 +354,10 @@ class StorageRecorder(TorchDispatchMode):
             dtype=str(tensor.dtype).removeprefix("torch."),
             address=int(storage.data_ptr()) if is_real else 0,
         )
+        self._begin(storage, life)
+
+    def _begin(self, storage: UntypedStorage, life: StorageLifetime) -> None:
+        key = storage._cdata
         self.lifetimes.append(life)
         self.alive[key] = life
         self.ends[key] = weakref.ref(storage, functools.partial(self._freed, key, life))

@@ -41,6 +41,8 @@ CATEGORIES = (
     *("saved activations", "recomputed", "temporaries", WORKSPACE),
 )
 RESIDENT = frozenset(CATEGORIES[:5])
+# what is offloaded (`engine.host_memory`): bytes beside those of the device
+HOST = "on the host"
 VERSION = 1
 MOST_BLOCKS = 16  # in a table
 Rows = list[tuple[str, ...]]
@@ -54,7 +56,7 @@ class Allocation:
         bytes: its size.
         start: the point of its allocation; 0 if it is older than the step.
         end: the point of its release; None if it outlives the step.
-        category: one of `CATEGORIES`.
+        category: one of `CATEGORIES`; `HOST` while it is offloaded.
         phase: the phase of the step that allocated it; "before" if it is older.
         block: the block of the model that allocated it, or that a parameter belongs to: the path of
             a module, the model's class for code in no block; "" for none.
@@ -125,7 +127,10 @@ class Timeline:
 
         `zoo.profiling.caching_allocator` has the roundings.
         """
-        allocations = [replace(a, bytes=rounding(a.bytes)) for a in self.allocations]
+        allocations = [
+            a if a.category == HOST else replace(a, bytes=rounding(a.bytes))
+            for a in self.allocations
+        ]
         return replace(self, allocations=allocations)
 
     def curves(self) -> dict[str, list[int]]:
@@ -142,6 +147,11 @@ class Timeline:
                 if allocation.end is not None:
                     changes[allocation.end] -= allocation.bytes
         return list(itertools.accumulate(changes))
+
+    @property
+    def host_peak(self) -> int:
+        """The most bytes on the host at once."""
+        return max(self.total([HOST]))
 
     @property
     def peak(self) -> int:
@@ -196,9 +206,12 @@ class Timeline:
         """Lists the allocations at a point (the peak by default), the largest first."""
         point = self.peak_point if point is None else point
         alive = [
-            a for a in self.allocations if a.start <= point and (a.end is None or point < a.end)
+            a for a in self._on_device() if a.start <= point and (a.end is None or point < a.end)
         ]
         return sorted(alive, key=lambda allocation: -allocation.bytes)
+
+    def _on_device(self) -> list[Allocation]:
+        return [a for a in self.allocations if a.category != HOST]
 
     def holders(self, count: int = 10, *, resident: bool = False) -> list[Allocation]:
         """Lists the largest allocations at the peak; `resident`: also parameters and the like."""
@@ -237,7 +250,7 @@ class Timeline:
         curves = {name: curve for name, curve in self.curves().items() if any(curve)}
         total = self.total()
         activations = self.total(name for name in CATEGORIES if name not in RESIDENT)
-        peak = self.peak_point
+        peak, host = self.peak_point, self.total([HOST])
         chosen = sorted({peak, activations.index(max(activations)), *_extremes(total, points)})
         phases = itertools.groupby(self.phases, key=lambda mark: mark.phase)
         return {
@@ -245,6 +258,7 @@ class Timeline:
             "allocator": self.allocator,
             "points": chosen,
             "bytes": {name: [curve[point] for point in chosen] for name, curve in curves.items()},
+            **({"host": [host[point] for point in chosen]} if any(host) else {}),
             "phases": [[next(marks).point, phase] for phase, marks in phases],
             "places": _places(self.allocations, chosen),
             "peak": {
@@ -294,11 +308,11 @@ class Timeline:
         their starts, since a timeline has no addresses.
         """
         # the page reads no later protocol of pickle
-        Path(path).write_bytes(pickle.dumps(_snapshot(self.allocations), protocol=4))
+        Path(path).write_bytes(pickle.dumps(_snapshot(self._on_device()), protocol=4))
 
     def to_csv(self) -> str:
         """Writes one row for each point: the point, its phase, the bytes of each category."""
-        curves = self.curves()
+        curves = self.curves() | ({HOST: self.total([HOST])} if self.host_peak else {})
         return to_csv(
             {"point": n, "phase": self.phase_at(n), **{name: curves[name][n] for name in curves}}
             for n in range(self.length + 1)
@@ -312,7 +326,8 @@ class Timeline:
         peak = f"peak {format_bytes(self.peak)}{phase}, at event {point} of {self.length}"
         reserved = self.reserved_peak
         reserved_text = "" if reserved is None else f"; {format_bytes(reserved)} reserved at most"
-        return f"{self.title} on {self.device}: {peak}{reserved_text}"
+        host = f"; {format_bytes(self.host_peak)} on the host at most" if self.host_peak else ""
+        return f"{self.title} on {self.device}: {peak}{reserved_text}{host}"
 
     def _by_category(self) -> Rows:
         at_most = {category: max(curve) for category, curve in self.curves().items()}

@@ -211,7 +211,7 @@ def memory_chart(timelines: Mapping[str, Timeline], *, without: Sequence[str] = 
 
 def categories_chart(timeline: Timeline, highest: int) -> Chart:
     """Shows the categories of one run, stacked, on an axis up to `highest` bytes."""
-    x, y, divisor, layers = _step(highest)
+    x, y, divisor, layers = _step(max([highest, *timeline.get("host", ())]))
     ends, tips = _points(timeline)
     top = [0] * len(ends)
     for name in (name for name in CATEGORIES if name in timeline["bytes"]):
@@ -223,6 +223,9 @@ def categories_chart(timeline: Timeline, highest: int) -> Chart:
         tips = {name: [*map(format_bytes, sizes)], **tips}
     (peak_x,) = axis_positions(timeline, [timeline["peak"]["point"]])
     outline = StepCurve(color="faint", x=ends, y=_scaled(top, divisor), width=1, tips=tips)
+    if "host" in timeline:
+        line = _scaled([*timeline["host"], timeline["host"][-1]], divisor)
+        layers.append(StepCurve(color="ink", name="on the host", x=ends, y=line, dashed=True))
     return Chart(x, y, [*layers, outline, _peak("ink", peak_x, timeline["peak"]["bytes"], divisor)])
 
 
@@ -258,11 +261,13 @@ def _peak(color: str, x: float, size: int, divisor: int, below: bool = False) ->
 def plan_chart(plan: Plan, steps: Mapping[str, Any]) -> Chart:
     """Shows the bytes that each step saves, colored by how often it runs, and the segments below.
 
-    `steps` holds "names", "blocks" (their numbers) and "saved" (bytes), an entry for each step.
+    `steps` holds "names", "blocks" (their numbers) and "saved" (bytes), an entry for each step, and
+    "on_host" (bytes that are offloaded) if there are any.
     """
     names, saved, lines = [*map(visible, steps["names"])], steps["saved"], lines_of(steps)
-    axis, depth = step_axis(names, steps["blocks"]), plan.depth()
-    most = max((sum(saved[step] for step in column) for column in axis.columns), default=0)
+    axis, depth, on_host = step_axis(names, steps["blocks"]), plan.depth(), steps.get("on_host")
+    both = [*map(sum, zip(saved, on_host, strict=True))] if on_host else saved
+    most = max((sum(both[step] for step in column) for column in axis.columns), default=0)
     divisor, unit = unit_of(most)
     height = most / divisor or 1.0
     runs = [min(count, len(RUNS)) for count in plan.runs()]
@@ -284,6 +289,8 @@ def plan_chart(plan: Plan, steps: Mapping[str, Any]) -> Chart:
         number = runs.count(count)
         name = f"{words}: {number} step{'s' * (number != 1)}"
         layers.append(Bars(color=color, name=name, boxes=boxes, tips=tips))
+    if on_host:
+        layers.append(_host_bars(on_host, tops, axis, divisor))
     # rows below zero: the segments within 0, 1, ... other segments
     thickness = height * min(0.05, 0.4 / max(depth, 1))
     for level in range(depth):
@@ -303,6 +310,17 @@ def plan_chart(plan: Plan, steps: Mapping[str, Any]) -> Chart:
         Axis(-(depth + 0.8) * thickness, 1.05 * height, title),
         layers,
     )
+
+
+def _host_bars(on_host: Sequence[int], tops: Sequence[int], axis: StepAxis, divisor: int) -> Bars:
+    """Returns the bytes on the host from which segments start, on top of other bars."""
+    boxes, sizes = [], []
+    for low, column in zip(tops, axis.columns, strict=True):
+        if size := sum(on_host[step] for step in column):
+            boxes.append((*_sides(column, axis, GAP), *_scaled((low, low + size), divisor)))
+            sizes.append(format_bytes(size))
+    name = f"on the host: {format_bytes(sum(on_host))}"
+    return Bars(color="on-host", name=name, boxes=boxes, tips={"on the host": sizes})
 
 
 def frontier_chart(

@@ -23,6 +23,7 @@ from zoo.loss import Loss
 from zoo.planner.plan import Plan
 from zoo.policy.budget import (
     Budget,
+    Offload,
     Overhead,
     free_on,
     only_in_backward,
@@ -35,6 +36,7 @@ from zoo.profiling.optimizer_memory import OptimizerOption
 from zoo.profiling.progress import shown
 from zoo.sizing.size_estimate import SizeEstimates, Vary, input_sizes, plan_policy
 from zoo.sizing.size_search import MOST, largest_within
+from zoo.tracing.planned_forward import option_of
 from zoo.units import SIZES, exact_bytes, format_bytes, format_seconds
 
 # seconds that a real step may take unless verify=True
@@ -52,11 +54,13 @@ class Largest:
         size: of the batch, or of the dimensions that vary.
         budget: bytes.
         predicted_peak: bytes of the whole training step.
-        next_peak: bytes that the next larger size needs at least; None if there is none.
+        next_peak: bytes that the next larger size needs at least; None if there is none, or the
+            host has no room.
         measured_peak: bytes of a real step; None if none was run.
         plan: of the steps.
         predicted_time_ratio: seconds of forward and backward against the baseline's.
         predicted_seconds: of forward and backward on this machine; None if no kernel was measured.
+        offloaded: bytes that the host holds until the backward.
     """
 
     size: int
@@ -67,9 +71,10 @@ class Largest:
     plan: Plan
     predicted_time_ratio: float
     predicted_seconds: float | None = None
+    offloaded: int = 0
 
     def __str__(self) -> str:
-        measured, larger = "not measured", "the model takes no larger size"
+        measured, larger = "not measured", "no larger size works"
         if self.measured_peak is not None:
             measured = f"measured {format_bytes(self.measured_peak)}"
         elif self.predicted_seconds is not None:
@@ -78,9 +83,10 @@ class Largest:
         if self.next_peak is not None:
             excess = format_bytes(self.next_peak - self.budget)
             larger = f"the next size needs {format_bytes(self.next_peak)}, {excess} too much"
+        host = f", {format_bytes(self.offloaded)} on the host" if self.offloaded else ""
         return (
             f"size {self.size}: {format_bytes(self.predicted_peak)} of "
-            f"{format_bytes(self.budget)}, {measured}; {larger}; "
+            f"{format_bytes(self.budget)}{host}, {measured}; {larger}; "
             f"time ×{self.predicted_time_ratio:.2f} of the baseline"
         )
 
@@ -98,6 +104,8 @@ class Options(TypedDict, total=False):
     device: str | None
     verify: bool | None
     optimizer_in_backward: bool
+    offload: bool
+    host_budget: int | str | None
 
 
 def max_batch_size(
@@ -125,6 +133,8 @@ def largest(
     device: str | None = None,
     verify: bool | None = None,
     optimizer_in_backward: bool = False,
+    offload: bool = False,
+    host_budget: int | str | None = None,
 ) -> Largest:
     """Finds the largest size whose whole training step fits a budget in bytes.
 
@@ -145,11 +155,12 @@ def largest(
             take more than the budget; by default if kernels were measured and a step takes less
             than 20 seconds.
         optimizer_in_backward: as in `zoo.plan`, for real steps, too.
+        offload, host_budget: as in `zoo.plan`; by default the model's own, if its plan is.
 
     Raises:
         ArgumentError: no module, one that cannot be traced, or an invalid argument.
-        BudgetError: no size fits the budget, with the least bytes that one needs; or memory runs
-            out in a real step of the smallest.
+        BudgetError: no size fits the budget, with the least bytes that one needs, or the host's;
+            or memory runs out in a real step of the smallest.
         InputError: the model does not take inputs like the sample.
         OptimizerError: a real step's optimizer cannot step in the backward.
     """
@@ -165,16 +176,20 @@ def largest(
     if type(multiple_of) is not int or multiple_of < 1:
         raise ArgumentError(f"multiple_of={multiple_of!r} must be a whole number, 1 or more")
     make_inputs, start = input_sizes(sample, vary)
+    to_host, own = Offload.of(offload, host_budget), option_of(model)
+    if checkpoint is None and own is not None and not to_host.is_on:
+        to_host = own.offload
     estimates = SizeEstimates(
         model,
         make_inputs,
-        plan_policy(model, checkpoint, overhead),
+        plan_policy(model, checkpoint, overhead, to_host),
         overhead,
         multiple_of,
         optimizer,
         loss,
         device,
         optimizer_in_backward,
+        to_host,
     )
     with torch.inference_mode(False), torch.enable_grad():
         search = _Search(estimates, start, budget)
@@ -282,6 +297,7 @@ class _Search:
             plan=point.plan,
             predicted_time_ratio=point.time_ratio,
             predicted_seconds=seconds * point.time_ratio if planner.kernels else None,
+            offloaded=point.offloaded,
         )
 
     def _refusal(self, ran_out: Largest | None, excess: int) -> BudgetError:
@@ -326,6 +342,7 @@ class _Search:
                     fake=False,
                     in_backward=estimates.optimizer_in_backward,
                 )
-                return step.peak(candidate.plan if candidate.plan.depth() else None)
+                plan = candidate.plan if candidate.plan.depth() else None
+                return step.peak(plan, offload=candidate.offloaded > 0)
             except torch.OutOfMemoryError:
                 return None

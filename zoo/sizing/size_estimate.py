@@ -21,7 +21,7 @@ from zoo.errors import ArgumentError, BudgetError, InputError
 from zoo.invocation import Inputs, Invocation, sizes_hint
 from zoo.loss import Loss
 from zoo.planner.plan import Plan
-from zoo.policy.budget import StepPlanner, optimal_planner
+from zoo.policy.budget import NO_OFFLOAD, Offload, StepPlanner, optimal_planner
 from zoo.policy.options import option_for, plan_or_option
 from zoo.policy.plan_report import Point
 from zoo.profiling.kernel_costs import KernelCosts
@@ -43,7 +43,9 @@ PATIENCE = 2.0
 _log = logging.getLogger("zoo.largest")
 
 
-def plan_policy(model: nn.Module, checkpoint: Any, max_overhead: float | None) -> PlanPolicy:
+def plan_policy(
+    model: nn.Module, checkpoint: Any, max_overhead: float | None, offload: Offload = NO_OFFLOAD
+) -> PlanPolicy:
     """Returns the policy by which training with this option chooses its plan."""
     checkpoint = plan_or_option(checkpoint)
     if checkpoint == "auto" or (max_overhead is not None and checkpoint in (None, False)):
@@ -53,20 +55,28 @@ def plan_policy(model: nn.Module, checkpoint: Any, max_overhead: float | None) -
             if budget is None and max_overhead is None:
                 return planner.least
             report = planner.report(budget if max_overhead is None else None, max_overhead)
-            return Point(report.predicted_peak, report.predicted_time_ratio, report.plan)
+            costs = report.predicted_peak, report.predicted_time_ratio
+            return Point(*costs, report.plan, offloaded=report.offloaded)
 
         return best
-    is_given = checkpoint is not None
-    option = option_for(checkpoint, None, max_overhead) if is_given else option_of(model)
+    option = option_of(model) if checkpoint is None else None
+    if option is not None:
+        option = replace(option, offload=offload)
+    else:
+        given = False if checkpoint is None else checkpoint
+        option = option_for(given, None, max_overhead, offload=offload)
 
     @functools.cache
     def decided(planner: StepPlanner) -> Point:
-        plan = Plan.keep_all(planner.steps)
+        plan, offloads = Plan.keep_all(planner.steps), False
         try:
             if option is not None:
-                plan = option.plan_for(planner, runs_kernels=False)
-            return planner.of_model(planner.point(plan))
+                plan, _, offloads = option.plan_for(planner, runs_kernels=False)
+            return planner.of_model(planner.point(plan, offloads=offloads))
         except BudgetError as error:
+            if option is None or not option.is_bounded:
+                # the host has no room
+                raise
             raise ArgumentError(
                 "the model already has a budget of its own, which no plan fits at this size; pass "
                 "checkpoint='auto' to search within the one given here"
@@ -88,6 +98,7 @@ class SizeEstimates:
     loss: Loss | None
     device: str | None
     optimizer_in_backward: bool = False
+    offload: Offload = NO_OFFLOAD
     # by size, with kernels if they were measured or extrapolated
     planners: dict[int, StepPlanner | None] = field(default_factory=dict)
     needs: dict[int, int] = field(default_factory=dict)
@@ -100,22 +111,32 @@ class SizeEstimates:
         with shown(f"size {count * self.unit}"):
             if (planner := self.trace(count)) is None:
                 return None
-            # a limit on the overhead needs measured seconds
-            is_timed = planner.is_here and self.max_overhead is not None and not planner.kernels
-            peak = (planner.least if is_timed else self.policy(planner, None)).peak
-            if planner.is_here and peak <= budget and not planner.kernels:
-                planner = planner.with_kernels(self._kernels(count, planner))
-                self.planners[count] = planner
-                peak = self.policy(planner, None).peak
-            self.needs[count] = peak
-            _log.info("size %d needs %s", count * self.unit, format_bytes(peak))
-            return peak
+            try:
+                return self._needed(count, planner, budget)
+            except BudgetError as error:
+                # the host has no room for what the plan offloads
+                self.refusal = self.refusal or error
+                return None
+
+    def _needed(self, count: int, planner: StepPlanner, budget: float) -> int:
+        # a limit on the overhead needs measured seconds
+        is_timed = planner.is_here and self.max_overhead is not None and not planner.kernels
+        peak = (planner.least if is_timed else self.policy(planner, None)).peak
+        if planner.is_here and peak <= budget and not planner.kernels:
+            planner = planner.with_kernels(self._kernels(count, planner))
+            self.planners[count] = planner
+            peak = self.policy(planner, None).peak
+        self.needs[count] = peak
+        _log.info("size %d needs %s", count * self.unit, format_bytes(peak))
+        return peak
 
     def smallest(self) -> tuple[int, int]:
         """Returns the smallest known size that the model takes, and its bytes."""
         self.trace(1)
         count = self._smallest_known()
-        return count, self.needed(count) or 0
+        if (needed := self.needed(count)) is None:
+            raise self._refused()
+        return count, needed
 
     def in_backward(self) -> "SizeEstimates":
         """Returns estimates for the same step with the optimizer in the backward."""
@@ -127,9 +148,12 @@ class SizeEstimates:
         """Returns the costs of a size; raises what the model raised if it takes no such size."""
         planner = self.trace(count)
         if planner is None:
-            assert self.refusal is not None
-            raise self.refusal
+            raise self._refused()
         return planner
+
+    def _refused(self) -> Exception:
+        assert self.refusal is not None
+        return self.refusal
 
     def trace(self, count: int) -> StepPlanner | None:
         """Traces a size on fake tensors, once."""
@@ -145,6 +169,7 @@ class SizeEstimates:
                 device=self.device,
                 measured=False,
                 optimizer_in_backward=self.optimizer_in_backward,
+                offload=self.offload,
             )
             self.optimizer_bytes = planner.optimizer_bytes
         except Exception as error:
