@@ -410,7 +410,9 @@ def candidates(model: nn.Module, args: Any, kwargs: Any) -> list[Any]:
     """Returns the planner's plans by rising peak."""
     from zoo.planner.optimal import frontier
 
-    found = Profile(model, outline_of(zoo.uncheckpoint(model), Invocation(args, kwargs)))
+    # a model that returns its loss is traced with it, and a plan ends before it
+    outline = outline_of(zoo.uncheckpoint(model), Invocation(args, kwargs)).without_loss()
+    found = Profile(model, outline)
     points = frontier(found.costs(kernels=found.kernels()))
     return [point.plan for point in points]
 
