@@ -225,6 +225,15 @@ def test_categories_are_stacked_in_one_order_whatever_that_of_the_file() -> None
     assert areas == [name.replace(" ", "-") for name in CATEGORIES]
 
 
+def test_curves_begin_at_the_same_bytes_or_the_page_says_why(text: str) -> None:
+    assert "at the start of" not in text
+    found = comparison()
+    for kind in ("baseline", "checkpointed"):
+        found[kind]["timeline"]["bytes"]["gradients"] = [MIB] * 12
+    told = "Gradients of the step before are at the start of: baseline, checkpointed."
+    assert told in page([found], HEADING)
+
+
 def test_the_plan_is_drawn_as_it_nests(text: str) -> None:
     tips = told(pictures(text)["model-0-plan"])
     steps = [(tip["step"], tip["is"]) for tip in tips if "step" in tip]

@@ -134,6 +134,7 @@ def _section(comparison: Comparison, row: ModelRow) -> dict[str, Any]:
             (kind, {name: part[kind] / longest for name, part in bars.items() if kind in part})
             for kind in sizes
         ],
+        "starts": _starts(timelines),
         "phases": charts.phase_peaks(timelines),
         "categories": [name for name in charts.CATEGORIES if name in recorded],
         "missing": {
@@ -142,6 +143,17 @@ def _section(comparison: Comparison, row: ModelRow) -> dict[str, Any]:
             for what, why in record.get("missing", {}).items()
         },
     }
+
+
+def _starts(timelines: Mapping[str, charts.Timeline]) -> str:
+    """Says which curves begin with gradients, as in older results; "" if all begin alike."""
+    sizes = {
+        kind: timeline["bytes"].get("gradients", [0])[0] for kind, timeline in timelines.items()
+    }
+    holding = [VARIANTS[kind] for kind, size in sizes.items() if size]
+    if not 0 < len(holding) < len(sizes):
+        return ""
+    return f" Gradients of the step before are at the start of: {', '.join(holding)}."
 
 
 def _sizes(row: ModelRow, peak: str) -> dict[str, int]:

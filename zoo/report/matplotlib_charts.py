@@ -138,8 +138,9 @@ def draw_comparison(rows: Sequence[ModelRow], heading: Heading, paths: Sequence[
         named = ((row.model, row.arguments, row.batch) for row in rows)
         names = ["\n".join(shortened_text(line, 60) for line in lines if line) for lines in named]
         memory.set_yticks(range(len(rows)), names)
-        memory.margins(x=0.16)
-        framed = "\nframe: reserved by the device's allocator" * any(r.shows_reserved for r in rows)
+        shows_reserved = any(row.shows_reserved for row in rows)
+        memory.margins(x=0.5 if shows_reserved else 0.16)
+        framed = "\nframe: reserved by the device's allocator" * shows_reserved
         memory.set_xlabel(f"peak of the whole training step ({unit}){framed}")
         memory.invert_yaxis()
         memory.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=3)
