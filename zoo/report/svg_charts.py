@@ -38,9 +38,11 @@ SHAPES["ring"] = SHAPES["circle"]
 def svg(chart: Chart) -> Markup:
     """Returns a chart as an SVG, and the labels below it, for a page in the style of `page.css`."""
     plot = _Plot(chart)
+    # more than the phases of a step: on a phone in two rows
+    stages = " stages" * (len(chart.x.labels) > 3)
     return Markup(
         f'<svg width="100%" height="{HEIGHT}">{"".join(plot.shapes())}</svg>'
-        f'<div class="labels{" stages" * bool(chart.x.numbers)}">{"".join(plot.labels())}</div>'
+        f'<div class="labels{stages}">{"".join(plot.labels())}</div>'
     )
 
 
