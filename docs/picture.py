@@ -60,10 +60,11 @@ def measured(checkpoint: bool, optimizer_in_backward: bool) -> zoo.Timeline:
 
 
 def thinned(total: Sequence[int]) -> list[int]:
-    """Returns the points to draw: of each range of points the one of most bytes."""
+    """Returns the points to draw: the first and the last, of each range the one of most bytes."""
     edges = [len(total) * number // POINTS for number in range(POINTS + 1)]
     spans = [range(*span) for span in itertools.pairwise(edges)]
-    return [max(span, key=total.__getitem__) for span in spans if span]
+    highest = (max(span, key=total.__getitem__) for span in spans if span)
+    return sorted({0, len(total) - 1, *highest})
 
 
 def draw(axes: Axes, title: str, timeline: zoo.Timeline, most: int, theme: str) -> None:

@@ -83,6 +83,14 @@ def test_the_report_of_results_has_their_rows(command, results, tmp_path):
     assert "| vnet" in page
 
 
+def test_a_report_says_what_was_trained_and_by_which_command(command, results, tmp_path):
+    path = results(records("--model", "resnet18", "vnet"), "quick-resnet18-vnet")
+    command("report", str(path))
+    text = (tmp_path / "quick-resnet18-vnet" / "report.md").read_text()
+    assert text.startswith("# Training resnet18 and vnet with and without checkpointing: quick\n")
+    assert "`zoo compare quick --model resnet18 vnet`" in text
+
+
 def test_the_report_of_three_variants_has_them_in_every_file(command, results, tmp_path):
     asked = ("--model", "resnet18")
     path = results(with_third(records(*asked), *asked))

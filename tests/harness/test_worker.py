@@ -18,7 +18,7 @@ from zoo.harness.results import parse
 from zoo.harness.run import run_cell
 from zoo.harness.worker import work
 from zoo.optimizer.in_backward import FreedGradient
-from zoo.report.rows import differences
+from zoo.report.rows import EXACT, differences
 from zoo.tracing.planned_forward import patched_forward
 
 SMALL = {"vocabulary": 500, "embedding": 8, "hidden": 8, "drop_rate": 0.5, "chunk_steps": 5}
@@ -80,6 +80,14 @@ def test_the_gradients_are_gone_from_the_peak_with_the_optimizer_in_the_backward
     assert max(held) == gradients
     assert 0 < max(freed) < 0.2 * gradients
     assert freed[-1] == 0
+
+
+def test_the_curves_of_all_variants_begin_at_the_same_bytes():
+    curves = [done(kind)["timeline"]["bytes"] for kind in ("baseline", *EXACT)]
+    first, *others = ({name: sizes[0] for name, sizes in curve.items()} for curve in curves)
+    assert first["gradients"] == 0 < first["parameters"]
+    for other in others:
+        assert other == dict.fromkeys(other, 0) | first
 
 
 def test_each_step_moves_every_kind_that_a_language_model_has():

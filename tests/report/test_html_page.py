@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.report.recorded import MIB, PLACE, comparison, older, plain, with_graphs
+from tests.report.recorded import MIB, PLACE, comparison, older, on_gpu, plain, with_graphs
 from zoo.report.charts import CATEGORIES, categories_chart
 from zoo.report.html_page import page
 from zoo.report.rows import Heading, rows
@@ -82,7 +82,7 @@ def text() -> str:
 def test_every_size_is_the_one_in_the_results_of_the_page(text: str) -> None:
     results = json.loads(files(text)["mine.json"])["comparisons"]
     sizes = [found for found in Elements(text).all("data") if "data-from" in found[0]]
-    assert len(sizes) == 2 * 38
+    assert len(sizes) == 2 * 35
     for attributes, shown in sizes:
         value = results
         for part in str(attributes["data-from"]).split("/"):
@@ -120,13 +120,14 @@ def test_a_card_headlines_the_whole_step_of_the_last_variant() -> None:
     text = page([comparison(), older(comparison()), failed, unfit], HEADING)
     three, two, without, small = cards(text)
     whole = "peak of the whole training step, checkpointed"
-    assert f"−46.2 % {whole} + optimizer in backward" in three
+    assert f"−46.2 % {whole} + optimizer in backward, against the baseline" in three
     assert "baseline 13.0 MiB checkpointed 8.00 MiB (0.615)" in three
     assert "+ optimizer in backward 7.00 MiB (0.538)" in three
     for card in (two, without):
-        assert f"−38.5 % {whole} baseline 13.0 MiB checkpointed 8.00 MiB (0.615) time" in card
+        assert f"−38.5 % {whole}, against the baseline baseline 13.0 MiB" in card
+        assert "checkpointed 8.00 MiB (0.615) time" in card
     assert "peak of the whole" not in small
-    assert "Step peak does not fit" in re.sub("<[^>]+>", "", text)
+    assert "Step peak: baseline does not fit" in re.sub("<[^>]+>", "", text)
 
 
 def test_a_page_of_older_results_shows_their_two_variants() -> None:
@@ -224,6 +225,15 @@ def test_categories_are_stacked_in_one_order_whatever_that_of_the_file() -> None
     assert areas == [name.replace(" ", "-") for name in CATEGORIES]
 
 
+def test_curves_begin_at_the_same_bytes_or_the_page_says_why(text: str) -> None:
+    assert "at the start of" not in text
+    found = comparison()
+    for kind in ("baseline", "checkpointed"):
+        found[kind]["timeline"]["bytes"]["gradients"] = [MIB] * 12
+    told = "Gradients of the step before are at the start of: baseline, checkpointed."
+    assert told in page([found], HEADING)
+
+
 def test_the_plan_is_drawn_as_it_nests(text: str) -> None:
     tips = told(pictures(text)["model-0-plan"])
     steps = [(tip["step"], tip["is"]) for tip in tips if "step" in tip]
@@ -231,6 +241,13 @@ def test_the_plan_is_drawn_as_it_nests(text: str) -> None:
     assert steps[3][0] == "layer1.0.convolve"
     segments = [(tip["segment of steps"], tip["depth"]) for tip in tips if "depth" in tip]
     assert segments == [("1 to 5", "1"), ("4 to 5", "2")]
+    modules = [tip["modules"] for tip in tips if "depth" in tip]
+    assert modules[1] == "layer1.1.add to layer1.2.convolve"
+    below = text.split('id="model-0-plan"')[1].partition("</details>")[0]
+    for name in ("conv1", "0", "1", "2", "layer1", "classify"):
+        assert f"<span>{name}</span>" in below
+    for words in ("kept: 3 steps", "recomputed: 5 steps", "segments: recomputed in one go"):
+        assert words in text
 
 
 def test_the_page_asks_for_nothing_outside_of_it(text: str) -> None:
@@ -290,7 +307,8 @@ def test_a_failed_cell_and_a_difference_are_said() -> None:
     text = page([comparison(loss="b"), comparison(name="vnet", checkpointed=FAILED)], HEADING)
     assert "resnet50 is not exact: it differs in loss from step 2 on" in text
     assert "vnet checkpointed failed: killed by SIGKILL" in text
-    assert text.count("✗ not exact") == 2
+    # on the card, in the table, above the charts
+    assert text.count("✗ not exact") == 3
     everything = {"baseline": FAILED, "checkpointed": FAILED, "timing": FAILED}
     assert "killed by SIGKILL" in page([comparison(**everything)], HEADING)
 
@@ -300,9 +318,21 @@ def test_graphs_are_columns_of_the_page_and_refusals_sentences() -> None:
     text = page([with_graphs(comparison(), baseline_graph=refused), comparison()], HEADING)
     columns = [f"as CUDA graphs: {name}" for name in ("step peak", "reserved", "step time")]
     assert re.findall(r"<th [^>]*>(as CUDA[^<]*)</th>", text) == columns
-    assert re.findall(r'data-label="(as CUDA[^"]*)"', text) == columns * 2
+    assert re.findall(r'data-label="(as CUDA[^"]*)"', text) == columns * 2 * 3
     assert "resnet50 baseline as a CUDA graph is refused: it waits for &lt;b&gt;" in text
-    assert "refused → " in re.sub("<[^>]+>|\xa0", lambda found: " "[: found[0] == "\xa0"], text)
+    assert '<td class="number" data-label="as CUDA graphs: step time">refused</td>' in text
+
+
+def test_cards_show_reserved_bytes_and_captured_times_and_the_legend_explains_them() -> None:
+    text = page([on_gpu(comparison())], HEADING)
+    (card,) = cards(text)
+    assert "checkpointed 8.00 MiB (0.615) reserved 10.0 MiB (0.667) +" in card
+    assert "time ×1.25 n=3 as a CUDA graph ×0.50, baseline as one ×0.50" in card
+    legend, _, _ = text.partition('<ul class="cards">')
+    told = ("baseline: no", "Thick bar", "thin bar", "(ratio)", "n pairs", "as a CUDA graph")
+    assert [words for words in told if words not in legend] == []
+    on_cpu, _, _ = page([comparison()], HEADING).partition('<ul class="cards">')
+    assert [words for words in told if words not in on_cpu] == ["thin bar", "as a CUDA graph"]
 
 
 def test_names_are_text_and_no_markup() -> None:

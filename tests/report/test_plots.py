@@ -71,7 +71,7 @@ def test_a_picture_of_a_plan_names_stages_and_categories(tmp_path: Path, blocks:
         "activations recomputed 1.00 MiB",
         f"kept: {4 * blocks - 2} steps",
         "recomputed: 4 steps",
-        "below: segments, nested ones lower",
+        "segments: recomputed in one go, nested ones lower",
     ):
         assert f"<!-- {words} -->" in text
     assert f"saved by each {'step' if blocks == 3 else 'block'} (MiB)" in text
@@ -144,7 +144,7 @@ def test_labels_without_room_are_left_out() -> None:
 
 
 def test_names_stand_beside_their_marks_and_over_no_other() -> None:
-    frame, line = Bbox.from_extents(0, 0, 300, 200), Line([(0, 112), (200, 112)])
+    frame, line = Bbox.from_extents(0, 0, 300, 200), Line([(0, 115), (200, 115)])
     spots = [(150.0, 100.0), (155.0, 102.0), (298.0, 198.0), (250.0, 100.0)]
     boxes = text_boxes(spots, [(60, 20)] * 4, frame, [line], point=1)
     assert all(frame.contains(*corner) for box in boxes for corner in (box.min, box.max))
@@ -154,6 +154,14 @@ def test_names_stand_beside_their_marks_and_over_no_other() -> None:
     # the last has no room on its right, where a name stands otherwise
     assert boxes[3].max[0] < spots[3][0]
     assert not line.intersects_bbox(boxes[0], filled=False)
+
+
+def test_neither_a_name_nor_what_leads_to_it_crosses_or_touches_a_curve() -> None:
+    frame, curve = Bbox.from_extents(0, 0, 300, 200), Line([(52, 60), (52, 130)])
+    (box,) = text_boxes([(40.0, 100.0)], [(60, 20)], frame, [curve], point=1)
+    lead = Line([(40, 100), tuple((box.min + box.max) / 2)])
+    assert not curve.intersects_bbox(box.padded(1), filled=False)
+    assert not curve.intersects_path(lead, filled=False)
 
 
 def test_no_line_to_a_name_crosses_another_mark() -> None:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from tests.report import recorded
-from tests.report.recorded import WHERE, graph, with_graphs
+from tests.report.recorded import WHERE, graph, on_gpu, with_graphs
 from zoo.report.html_page import page
 from zoo.report.rows import GRAPHS, VARIANTS, heading, median, quartiles, rows, variants
 from zoo.report.text_report import show, write_report
@@ -176,7 +176,7 @@ def test_a_graph_that_is_refused_is_a_sentence_and_no_fault():
     sentence = "resnet50 baseline as a CUDA graph is refused: the step reads numbers of a tensor"
     assert first.notes == (sentence,)
     column = "as CUDA graphs: step time"
-    assert cells(first)[column] == "— → ×0.50 → ×0.50"
+    assert cells(first)[column] == "refused → ×0.50 → ×0.50"
     assert cells(first)["as CUDA graphs: step peak"].startswith("refused → 3.00 MiB")
     assert cells(other)[column] == "— → — → —"
     console = Console(file=io.StringIO(), width=500)
@@ -476,6 +476,14 @@ def test_the_picture_is_drawn_and_the_same_each_time(tmp_path):
     first, second = (page.with_name("comparison.svg").read_bytes() for page in pages)
     assert first == second
     assert pages[0].with_name("comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_of_a_gpus_results_has_reserved_bytes_and_replays(tmp_path):
+    found = [on_gpu(recorded.comparison())]
+    write_report(rows(found), heading(found, "mine", "command"), tmp_path)
+    text = (tmp_path / "comparison.svg").read_text()
+    for words in ("13.0 MiB, 15.0 MiB reserved", "frame: reserved", "ring: a replay", "×0.50"):
+        assert f"<!-- {words}" in text
 
 
 def test_a_report_without_a_number_is_still_written(tmp_path):

@@ -136,7 +136,8 @@ def run_report(options: argparse.Namespace) -> Answer:
             say(console, passed_over.pop(0), "yellow")
         runs = beside(results, earlier)
         folder = Path(options.output or file.parent) / file.stem
-        answers.append(_report(results, runs, folder, _repeats(file) or options.line, console))
+        line = _repeats(file, results) or options.line
+        answers.append(_report(results, runs, folder, line, console))
         if runs:
             has_grown(runs, Config.tolerance, console)
     return Answer(
@@ -146,10 +147,16 @@ def run_report(options: argparse.Namespace) -> Answer:
     )
 
 
-def _repeats(results: Path) -> str:
-    """Returns the command that measures results again; "" if not a shipped config's alone."""
-    shipped = {entry.stem for entry in config_folder().glob("*.yaml")}
-    return f"zoo compare {results.stem}" if results.stem in shipped else ""
+def _repeats(results: Path, comparisons: Sequence[Comparison]) -> str:
+    """Returns the command that measures results again; "" if not of a shipped config's models."""
+    models = list(dict.fromkeys(comparison["model"]["name"] for comparison in comparisons))
+    chosen = f" --model {' '.join(models)}"
+    lines = {
+        "-".join([entry.stem, *names]): f"zoo compare {entry.stem}{option}"
+        for entry in config_folder().glob("*.yaml")
+        for names, option in ((models, chosen), ([], ""))
+    }
+    return lines.get(results.stem, "")
 
 
 class Earlier(NamedTuple):

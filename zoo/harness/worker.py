@@ -107,6 +107,8 @@ def _measure(cell: Cell, also: Also) -> Result:
     # kernel workspaces are in the timeline on the CPU
     on_cpu = cell.device == "cpu"
     inputs = [last.inputs, last.targets]
+    # as `measure_step` does: gradients of an earlier step would be at the start of some curves only
+    training.optimizer.zero_grad(set_to_none=True)
     with track(model, optimizer=training.optimizer, inputs=inputs, allocator=on_cpu) as timeline:
         training.step(last)
     tensors = {name: getattr(timeline, name) for name in ("tensor_peak", "tensor_activation_peak")}

@@ -251,7 +251,7 @@ class Timeline:
         total = self.total()
         activations = self.total(name for name in CATEGORIES if name not in RESIDENT)
         peak, host = self.peak_point, self.total([HOST])
-        chosen = sorted({peak, activations.index(max(activations)), *_extremes(total, points)})
+        chosen = sorted({0, peak, activations.index(max(activations)), *_extremes(total, points)})
         phases = itertools.groupby(self.phases, key=lambda mark: mark.phase)
         return {
             "length": self.length,

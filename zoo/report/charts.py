@@ -58,7 +58,7 @@ RUNS = {
     4: ("recomputed-often", "recomputed more often"),
 }
 # the bars below the axis
-SEGMENTS = "below: segments, nested ones lower"
+SEGMENTS = "segments: recomputed in one go, nested ones lower"
 # shapes of marks: matplotlib's markers, and characters for a legend
 SHAPES = {
     **{"circle": ("o", "●"), "square": ("s", "■"), "triangle": ("^", "▲"), "diamond": ("D", "◆")},
@@ -298,11 +298,13 @@ def plan_chart(plan: Plan, steps: Mapping[str, Any]) -> Chart:
         spans = [span for span, around in segments(plan) if around == level]
         told = {
             "segment of steps": [f"{span[0]} to {span[-1]}" for span in spans],
+            "modules": [spoken(span, names) for span in spans],
             "depth": [str(level + 1)] * len(spans),
         }
         boxes = [(*_sides(span, axis, 2 * GAP), *row) for span in spans]
-        color, name = RUNS[min(level + 2, len(RUNS))][0], "" if level else SEGMENTS
-        layers.append(Bars(color=color, name=name, boxes=boxes, tips=told))
+        # colors are for how often a step runs
+        name = "" if level else SEGMENTS
+        layers.append(Bars(color="faint", name=name, boxes=boxes, tips=told))
     entry = "step" if len(axis.columns) == len(names) else "block"
     title = f"saved by each {entry} ({unit})"
     return Chart(

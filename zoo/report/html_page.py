@@ -80,6 +80,8 @@ def page(comparisons: Sequence[Comparison], heading: Heading, runs: TwoRuns | No
         drawn=svg,
         shapes=charts.SHAPES,
         variants=variants(table),
+        shows_reserved=any(row.shows_reserved for row in table),
+        shows_graphs=any(row.shows_graphs for row in table),
         color=charts.color_of,
         definitions=DEFINITIONS,
         categories=charts.MEANINGS,
@@ -96,8 +98,9 @@ def _section(comparison: Comparison, row: ModelRow) -> dict[str, Any]:
     # a plan for other steps is not drawn
     if plan is not None and len(plan.flatten()) != len(steps["names"]):
         plan = None
-    peaks = ((kind, row.peaks["peak"][kind]) for kind in row.variants)
-    sizes = {kind: size for kind, size in peaks if size is not None}
+    sizes = _sizes(row, "peak")
+    bars = {"peak": sizes, "reserved_peak": _sizes(row, "reserved_peak")}
+    longest = max(1, *(size for part in bars.values() for size in part.values()))
     # the frontier's plans free no gradients early, so it does not include the third variant
     times = {"baseline": 1.0, "checkpointed": median(row.time_ratios("checkpointed")).value}
     measured = {kind: (sizes[kind], time) for kind, time in times.items() if time and kind in sizes}
@@ -126,8 +129,12 @@ def _section(comparison: Comparison, row: ModelRow) -> dict[str, Any]:
         "numbers": [f"#{VARIANTS[kind]}" for kind in timelines],
         # zoo's last variant that can be compared with the baseline
         "headline": [None, *(kind for kind in EXACT if {kind, "baseline"} <= {*sizes})][-1],
-        # step peaks as shares of the largest
-        "bars": [(kind, size / max(1, *sizes.values())) for kind, size in sizes.items()],
+        # step peaks, and what was reserved, as shares of the largest
+        "bars": [
+            (kind, {name: part[kind] / longest for name, part in bars.items() if kind in part})
+            for kind in sizes
+        ],
+        "starts": _starts(timelines),
         "phases": charts.phase_peaks(timelines),
         "categories": [name for name in charts.CATEGORIES if name in recorded],
         "missing": {
@@ -136,6 +143,23 @@ def _section(comparison: Comparison, row: ModelRow) -> dict[str, Any]:
             for what, why in record.get("missing", {}).items()
         },
     }
+
+
+def _starts(timelines: Mapping[str, charts.Timeline]) -> str:
+    """Says which curves begin with gradients, as in older results; "" if all begin alike."""
+    sizes = {
+        kind: timeline["bytes"].get("gradients", [0])[0] for kind, timeline in timelines.items()
+    }
+    holding = [VARIANTS[kind] for kind, size in sizes.items() if size]
+    if not 0 < len(holding) < len(sizes):
+        return ""
+    return f" Gradients of the step before are at the start of: {', '.join(holding)}."
+
+
+def _sizes(row: ModelRow, peak: str) -> dict[str, int]:
+    """Returns a peak of each variant that has it."""
+    sizes = ((kind, row.peaks[peak][kind]) for kind in row.variants)
+    return {kind: size for kind, size in sizes if size is not None}
 
 
 def _rows(plan: Plan, outline: Mapping[str, Any]) -> list[tuple[str, str, int, str, str]]:

@@ -48,6 +48,8 @@ PEAK = (
     *("kept", "recomputed-once", "temporaries", "at-work", "kernel-workspace"),
     "kernel-workspace",  # of libraries; there are none on most devices
 )
+# behind a text: no line of the grid crosses it
+CLEAR: Any = {"facecolor": COLORS["card"], "edgecolor": "none", "pad": 1}
 # where a name may be written: points from its mark, and sides in the order of preference
 DISTANCES = (9, 20, 36, 60)
 # a text that is no farther away needs no line to its mark
@@ -97,11 +99,15 @@ def draw_timeline(target: Target, timeline: charts.Timeline, title: str, subtitl
 def draw_comparison(rows: Sequence[ModelRow], heading: Heading, paths: Sequence[Path]) -> None:
     """Draws the step peaks of each model, and the time of each variant.
 
-    If a cell has no number, the reason is written instead.
+    If a cell has no number, the reason is written instead. What the allocator reserved is a frame
+    around the bar of the step peak.
     """
     shown = variants(rows)
-    peaks = {kind: [row.peaks["peak"][kind] or 0 for row in rows] for kind in shown}
-    divisor, unit = unit_of(max(map(max, peaks.values())))
+    peaks, reserved = (
+        {kind: [row.peaks[name][kind] or 0 for row in rows] for kind in shown}
+        for name in ("peak", "reserved_peak")
+    )
+    divisor, unit = unit_of(max(map(max, [*peaks.values(), *reserved.values()])))
     height = 0.72 / len(shown)
     size = 10, 2.2 + 0.31 * len(shown) * len(rows)
     widths: Any = {"ncols": 2, "sharey": True, "width_ratios": (2.4, 1)}
@@ -111,24 +117,35 @@ def draw_comparison(rows: Sequence[ModelRow], heading: Heading, paths: Sequence[
             color = COLORS[charts.color_of(kind)]
             sizes = np.array(peaks[kind]) / divisor
             centers = np.arange(len(rows)) + offset
-            bars = memory.barh(centers, sizes, height, color=color, label=name)
-            memory.bar_label(bars, [_peak_text(row, kind) for row in rows], padding=4, fontsize=9)
+            memory.barh(centers, sizes, height, color=color, label=name)
+            ends = np.maximum(sizes, np.array(reserved[kind]) / divisor)
+            frames = memory.barh(centers, ends, height, ec=color, fc="none", lw=0.8)
+            texts = [_peak_text(row, kind) for row in rows]
+            memory.bar_label(frames, texts, padding=4, fontsize=9, bbox=CLEAR, zorder=1)
             for number, row in enumerate(rows):
                 # beside its bar; one alone in the middle
                 y = number + offset * (len(shown) > 2)
                 _draw_time(time, y, row.time_ratios(kind), color)
-                if (replay := median(row.time_ratios(f"{kind}_graph")).value) is not None:
-                    time.plot([replay], [y], "o", color=color, ms=7, mfc="white")
+                replay, middle = row.replay(kind), median(row.time_ratios(kind)).value
+                if replay.value is not None:
+                    time.plot([replay.value], [y], "o", color=color, ms=7, mfc="white")
+                    # away from the time of the eager step
+                    left = middle is not None and replay.value < middle
+                    style: Any = {"ha": "right" if left else "left", "va": "center", "fontsize": 9}
+                    spot, away = (replay.value, y), (-8 if left else 8, 0)
+                    _annotate(time, replay.text, spot, away, bbox=CLEAR, zorder=1, **style)
         # more does not fit beside the bars
         named = ((row.model, row.arguments, row.batch) for row in rows)
         names = ["\n".join(shortened_text(line, 60) for line in lines if line) for lines in named]
         memory.set_yticks(range(len(rows)), names)
-        memory.margins(x=0.16)
-        memory.set_xlabel(f"peak of the whole training step ({unit})")
+        shows_reserved = any(row.shows_reserved for row in rows)
+        memory.margins(x=0.5 if shows_reserved else 0.16)
+        framed = "\nframe: reserved by the device's allocator" * shows_reserved
+        memory.set_xlabel(f"peak of the whole training step ({unit}){framed}")
         memory.invert_yaxis()
         memory.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=3)
         time.axvline(1, color=COLORS["baseline"], lw=1.5, zorder=0)
-        time.margins(x=0.25)
+        time.margins(x=0.3)
         rings = "\nring: a replay as a CUDA graph" * bool(graphs(rows))
         time.set_xlabel(f"step time, baseline = 1\n(median; quartiles from 5 pairs){rings}")
         bare(memory, "x")
@@ -139,7 +156,10 @@ def _peak_text(row: ModelRow, kind: str) -> str:
     if kind not in row.variants:
         return ""
     text, ratio = row.size(kind, missing="failed").text, row.ratio(kind)
-    return text if kind == "baseline" or ratio is None else f"{text}  ({ratio:.1%})"
+    if kind != "baseline" and ratio is not None:
+        text += f"  ({ratio:.1%})"
+    reserved = row.peaks["reserved_peak"][kind]
+    return text if reserved is None else f"{text}, {format_bytes(reserved)} reserved"
 
 
 def _draw_time(axes: Axes, y: float, pairs: Sequence[float], color: str) -> None:
@@ -148,7 +168,7 @@ def _draw_time(axes: Axes, y: float, pairs: Sequence[float], color: str) -> None
         ends = quartiles(pairs) or [middle, middle]
         axes.plot(ends, [y, y], color=color, lw=2)
         axes.plot([middle], [y], "o", color=color, ms=7)
-        _annotate(axes, text, (ends[1], y), (8, 0), fontsize=9, va="center")
+        _annotate(axes, text, (ends[1], y), (8, 0), fontsize=9, va="center", bbox=CLEAR, zorder=1)
 
 
 @contextmanager
@@ -248,6 +268,8 @@ def _name_marks(axes: Axes, chart: charts.Chart) -> None:
     # a line leads to a text that found no room beside its mark
     lead = {"arrowstyle": "-", "color": COLORS["faint"], "lw": 0.6, "shrinkB": 5}
     style: Any = {"fontsize": 8, "linespacing": 1.1, "va": "bottom", "arrowprops": lead}
+    # over the grid and below the curves
+    style |= {"bbox": CLEAR, "zorder": 1}
     texts = [_annotate(axes, mark.text, mark.spots[0], (0, 0), **style) for mark in marks]
     to_pixels, curves = axes.transData, (c for c in chart.layers if isinstance(c, charts.StepCurve))
     lines = [
@@ -271,8 +293,9 @@ def text_boxes(
 ) -> list[Bbox]:
     """Returns positions for texts of given widths and heights beside spots, in pixels.
 
-    Inside the frame, if possible over no other text or mark, and over as few lines as possible;
-    matplotlib does not avoid overlaps. `point` is the size of a point in pixels.
+    Inside the frame, if possible over no other text or mark, and over as few lines as possible, as
+    is what leads to them; matplotlib does not avoid overlaps. `point` is the size of a point in
+    pixels.
     """
     boxes: list[Bbox] = []
     for spot, size in zip(spots, sizes, strict=True):
@@ -283,14 +306,19 @@ def text_boxes(
             start = spot + across_and_up * (distance * point, 0.6 * distance * point)
             box = Bbox.from_bounds(*(start + (across_and_up - 1) / 2 * size), *size)
             outside = frame.count_contains(box.get_points()) < 2
-            crossed = sum(line.intersects_bbox(box, filled=False) for line in lines)
+            near = box.padded(2 * point)
+            crossed = sum(line.intersects_bbox(near, filled=False) for line in lines)
             # matplotlib draws the line to the text's middle and cuts it off at its edge
-            lead = Line([spot, np.mean(box.get_points(), axis=0)])
+            middle = np.mean(box.get_points(), axis=0)
+            lead = Line([spot, middle])
             crossed_marks = sum(lead.intersects_bbox(mark) for mark in [*marks, *boxes])
-            costs.append(
-                (box.count_overlaps([*boxes, *marks]) + outside + crossed_marks, crossed, box)
-            )
-        boxes.append(min(costs, key=itemgetter(0, 1))[2])
+            overlaps = box.count_overlaps([*boxes, *marks]) + outside + crossed_marks
+            # from the edge of the spot's own mark on, which may lie on a line
+            way = middle - spot
+            rest = Line([spot + way * min(5 * point / np.hypot(*way), 1), middle])
+            led_across = sum(line.intersects_path(rest, filled=False) for line in lines)
+            costs.append((overlaps, crossed, led_across, box))
+        boxes.append(min(costs, key=itemgetter(0, 1, 2))[3])
     return boxes
 
 

@@ -37,7 +37,7 @@ WORDS = {
         "least time for each budget": "各预算下的最短时间",
         "saved by each step": "每个步骤保存的大小",
         "saved by each block": "每个块保存的大小",
-        "below: segments, nested ones lower": "轴下：分段，嵌套的更低",
+        "segments: recomputed in one go, nested ones lower": "轴下：整段重计算的分段，嵌套的更低",
         "recomputed more often": "重计算多次",
         "recomputed twice": "重计算两次",
         "saved activations": "保存的激活值",

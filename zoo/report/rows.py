@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from markupsafe import Markup, escape
 
 from zoo.report.escaping import visible
-from zoo.units import format_bytes
+from zoo.units import format_bytes, format_seconds
 
 Comparison = Mapping[str, Any]
 KINDS = ("baseline", "checkpointed")
@@ -36,6 +36,8 @@ TAKEN = "torch's deterministic algorithms were on"
 UNFIT = "does not fit"
 # and of one whose step cannot be a CUDA graph
 REFUSED = "refused"
+# more models than so many are counted in a title, not named
+NAMED = 3
 # quartiles are shown for at least so many timed pairs of steps
 FEWEST = 5
 # SGD with momentum 0.9, unless a config names another
@@ -134,17 +136,23 @@ class TableCell(NamedTuple):
 
 
 class Heading(NamedTuple):
-    """The comparison's name, its environment, and the command that repeats it."""
+    """The comparison's name, its environment, the command that repeats it, and its models."""
 
     name: str
     setting: str
     command: str
+    models: Sequence[str] = ()
 
     @property
     def title(self) -> str:
         """The title of a report, with the name of the config unless it is the default one."""
-        name = "" if self.name == "default" else f": {self.name}"
-        return f"Training with and without checkpointing{name}"
+        # a run of chosen models has them in its name, too
+        config = self.name.removesuffix("-" + "-".join(self.models))
+        name = "" if config == "default" else f": {config}"
+        *others, last = self.models or ("",)
+        few = f"{', '.join(others)} and {last}" if others else last
+        trained = f"{len(self.models)} models" if len(self.models) > NAMED else few
+        return f"Training {trained} with and without checkpointing{name}".replace("  ", " ")
 
 
 @dataclass(frozen=True)
@@ -224,13 +232,24 @@ class ModelRow:
         return TableCell([*sizes, Number(f"{ratio:.3f}", ratio)], text, "({})")
 
     def time_cell(self, kind: str) -> TableCell:
-        """Returns the median of the time ratios, the quartiles and the number of pairs."""
+        """Returns the median of the time ratios, the quartiles and the number of pairs.
+
+        Of the baseline, the median of its seconds.
+        """
+        if kind == "baseline" and (seconds := self.step_seconds.get(kind)):
+            middle = statistics.median(seconds)
+            return TableCell([Number(format_seconds(middle), middle)])
         ratios = self.time_ratios(kind)
         ends = [Number(f"{ratio:.2f}", ratio) for ratio in quartiles(ratios)]
         between = "[{}, {}] " if ends else ""
         return TableCell(
             [median(ratios), *ends], detail=f"{between}n={len(ratios)}" if ratios else ""
         )
+
+    def replay(self, kind: str) -> Number:
+        """Returns the time of a variant as a CUDA graph over the baseline's, or why it has none."""
+        status = self.statuses.get(f"{kind}_graph")
+        return Number(REFUSED) if status == REFUSED else median(self.time_ratios(f"{kind}_graph"))
 
     def cells(self, shown: Mapping[str, str]) -> dict[str, Any]:
         """Returns the texts and TableCells of a report's table of some variants, by column."""
@@ -257,7 +276,7 @@ class ModelRow:
     def graph_cells(self) -> dict[str, TableCell]:
         """Returns the TableCells of CUDA graphs, by column; in each a number for each variant."""
         kinds = [kind for kind in GRAPHS if kind in self.statuses] or [*GRAPHS]
-        times = [median(self.time_ratios(kind)) for kind in kinds]
+        times = [self.replay(kind.removesuffix("_graph")) for kind in kinds]
         columns = {"as CUDA graphs: step peak": self.peak_cell(*kinds)}
         if self.shows_reserved:
             columns["as CUDA graphs: reserved"] = self.peak_cell(*kinds, peak="reserved_peak")
@@ -283,7 +302,9 @@ def heading(comparisons: Sequence[Comparison], name: str, command: str) -> Headi
             f"{'deterministic algorithms, ' * cell.get('deterministic', False)}"
             f"torch {where['torch']}, Python {where['python']}, zoo {where['zoo']}"
         )
-    return Heading(visible(name), visible(setting), visible(command))
+    names = (visible(comparison["model"]["name"]) for comparison in comparisons)
+    models = tuple(dict.fromkeys(names))
+    return Heading(visible(name), visible(setting), visible(command), models)
 
 
 def rows(comparisons: Sequence[Comparison]) -> list[ModelRow]:

@@ -16,6 +16,7 @@ from itertools import pairwise
 from markupsafe import Markup
 
 from zoo.report.charts import Axis, Bars, Chart, Marks, StepCurve
+from zoo.report.step_axis import AxisLabel
 
 # pixels up and down; units of a path across
 HEIGHT, WIDE = 250, 10_000
@@ -37,9 +38,11 @@ SHAPES["ring"] = SHAPES["circle"]
 def svg(chart: Chart) -> Markup:
     """Returns a chart as an SVG, and the labels below it, for a page in the style of `page.css`."""
     plot = _Plot(chart)
+    # more than the phases of a step: on a phone in two rows
+    stages = " stages" * (len(chart.x.labels) > 3)
     return Markup(
         f'<svg width="100%" height="{HEIGHT}">{"".join(plot.shapes())}</svg>'
-        f'<div class="labels">{"".join(plot.labels())}</div>'
+        f'<div class="labels{stages}">{"".join(plot.labels())}</div>'
     )
 
 
@@ -95,18 +98,30 @@ class _Plot:
     def labels(self) -> Iterator[str]:
         """Yields what is written below the axis."""
         axis = self.chart.x
-        # as wide as the nearest other leaves room for
-        middles = [self.across(label.middle) for label in axis.labels]
-        rooms = [math.inf, *(right - left for left, right in pairwise(middles)), math.inf]
-        for label, middle, around in zip(axis.labels, middles, pairwise(rooms), strict=False):
-            style = f"--middle: {_percent(middle)}; --room: {_percent(min(*around, 1.0))}"
-            text = escape(label.text)
-            yield f'<span title="{text}" style="{style}"><span>{text}</span></span>'
+        if axis.numbers:
+            yield f'<div class="labels">{"".join(self._texts(axis.numbers))}</div>'
+        yield from self._texts(axis.labels)
         for tick in () if axis.labels else ticks(axis):
             style = f"--middle: {_percent(self.across(tick))}; --room: 60px"
             yield f'<span style="{style}"><span>{axis.format % tick}</span></span>'
         if axis.title:
             yield f'<span class="axis">{escape(axis.title)}</span>'
+
+    def _texts(self, labels: Sequence[AxisLabel]) -> Iterator[str]:
+        """Yields a row of labels, each as wide as the nearest other leaves room for.
+
+        `--rooms` is the width in two rows, in which every second label is lower.
+        """
+        middles = [self.across(label.middle) for label in labels]
+        for number, (label, middle) in enumerate(zip(labels, middles, strict=True)):
+            room, rooms = (
+                min((abs(middle - other) for other in others if other != middle), default=1.0)
+                for others in (middles, middles[number % 2 :: 2])
+            )
+            style = f"--middle: {_percent(middle)}; --room: {_percent(room)}"
+            style += f"; --rooms: {_percent(rooms)}"
+            text = escape(label.text)
+            yield f'<span title="{text}" style="{style}"><span>{text}</span></span>'
 
     def _grid(self) -> Iterator[str]:
         x, y = self.chart.x, self.chart.y
@@ -117,7 +132,7 @@ class _Plot:
             down = self.down(tick)
             yield f'<line class="grid" x2="100%" y1="{down}" y2="{down}"/>'
             yield f'<text x="-8" y="{down}" dy=".35em" text-anchor="end">{y.format % tick}</text>'
-        yield f'<text transform="translate(-50 {HEIGHT / 2}) rotate(-90)">{escape(y.title)}</text>'
+        yield f'<text transform="translate(-54 {HEIGHT / 2}) rotate(-90)">{escape(y.title)}</text>'
 
     def _bars(self, bars: Bars) -> str:
         shapes = []

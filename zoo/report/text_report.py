@@ -74,7 +74,7 @@ def write_report(
         "\n".join(faults),
         "\n".join(meanings),
         "" if runs is None else as_markdown(runs),
-        "![Step peak and time](comparison.svg)\n",
+        "![Step peak and step time of each model and variant, as in the table](comparison.svg)\n",
     ]
     files = {"report.md": "\n\n".join(filter(None, paragraphs)), **csv_files(rows, runs)}
     for name, text in files.items():
