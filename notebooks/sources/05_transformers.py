@@ -54,7 +54,7 @@ torch.manual_seed(0)
 sizes = {"depth": 4, "width": 128, "heads": 4, "vocabulary": 256, "positions": 64}
 gpt = zoo.gpt2_small(**sizes, drop_rate=0.0).to(device)
 step = zoo.anatomy(gpt, (inputs, targets), checkpoint=True)
-notebook.timelines("A training step of a small GPT-2", step.baseline, step.planned)
+notebook.chart("A training step of a small GPT-2", step)
 
 # %% [markdown] name="two-ways"
 # ## Attention, written in two ways
