@@ -223,7 +223,7 @@ plain, auto = (
 print(plain, auto, sep="\n")
 
 # %% name="shrink"
-few = torch.empty(16, 3, 224, 224, device="meta")  # activations grow with the batch, shrink alike
+few = torch.empty(16, 3, 224, 224, device="meta")  # its kernels run here once: a small batch
 parts = zoo.anatomy(zoo.resnet18(), few, checkpoint=True)
 shrink = parts.baseline.activation_peak / parts.planned.activation_peak
 
