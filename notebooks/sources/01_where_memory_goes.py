@@ -23,52 +23,53 @@ if not all(map(importlib.util.find_spec, ("zoo", "timm", "transformers", "nilear
 # %% name="setup"
 import torch
 import torch.nn.functional as F
+from sklearn.datasets import load_sample_images
 
 import zoo
-from zoo.harness.config import ModelConfig
-from zoo.harness.data import batches
 from zoo.report import notebook
+from zoo.report.notebook import say, table
+from zoo.units import format_bytes
 
 notebook.start("en")
 device = "cuda" if torch.cuda.is_available() else "cpu"
-crops = ModelConfig(
-    name="resnet18", data="photographs", batch_size=32, size=128, arguments={"classes": 8}
-)
-batch = batches(crops, count=1, seed=0)[0].to(device)
+photographs = torch.stack([torch.tensor(image) for image in load_sample_images().images])
+crops = photographs.unfold(1, 128, 99).unfold(2, 128, 170).flatten(0, 2).float() / 255
+images = ((crops - crops.mean()) / crops.std()).to(device)
 
 # %% [markdown] name="first-look"
 # ## First, what you will be able to do
 #
 # One training step of a ResNet-110 on 32 small photographs with AdamW, twice: as always, which we
 # call the *baseline*, and with **activation checkpointing**, also called gradient checkpointing. It
-# takes one word, `checkpoint=True`, and changes no bit of what is trained.
-
+# takes one word, `checkpoint=True`.
+#
+# The photographs are crops of the two that ship with scikit-learn, four rows of four from each. The
+# loss asks for the photograph and the row of a crop.
 
 # %% name="payoff"
-def tracked(build, inputs, checkpoint):
-    torch.manual_seed(0)
-    model = build(classes=8, checkpoint=checkpoint).to(device)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):  # the first step makes AdamW's state and decides what is recomputed
-        with zoo.track(model, optimizer=optimizer, inputs=inputs) as timeline:
-            F.cross_entropy(model(inputs), batch.targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return timeline
+targets = torch.arange(32, device=device) // 4  # of each crop the photograph and the row
 
 
-always, saving = (tracked(zoo.resnet110, F.avg_pool2d(batch.inputs, 2), c) for c in (False, True))
-notebook.timelines("Memory over a training step of ResNet-110", always, saving)
+def loss_of(logits):
+    return F.cross_entropy(logits, targets)
 
-# %% name="payoff-words"
-from zoo.report.notebook import say, table
-from zoo.units import format_bytes
 
+deep, small = zoo.resnet110(classes=8).to(device), F.avg_pool2d(images, 2)
+two = zoo.anatomy(deep, small, loss=loss_of, checkpoint=True)
+always, saving = two.baseline, two.planned
 say(
-    f"The peak of the step: {format_bytes(always.peak)} for the baseline, "
-    f"**{format_bytes(saving.peak)}** with checkpointing. Beside what is always there: "
-    f"{format_bytes(always.activation_peak)}, **{format_bytes(saving.activation_peak)}**."
+    f"At the peak of the step: **{format_bytes(always.peak)}** for the baseline, "
+    f"**{format_bytes(saving.peak)}** with `checkpoint=True`, which is "
+    f"{saving.peak / always.peak:.0%} of it."
 )
+notebook.chart("Memory over a training step of ResNet-110", two)
+
+# %% [markdown] name="same-bits"
+# And what is trained? `zoo.verify` trains the network both ways on eight of the photographs and
+# compares every bit: outputs, gradients, weights, running statistics, random states.
+
+# %% name="verify"
+print(zoo.verify(deep, small[:8], checkpoint=True, steps=1))
 
 # %% [markdown] name="setting"
 # By the end of this notebook you will know what the two curves are made of, and why the lower one
@@ -76,26 +77,21 @@ say(
 #
 # ## The step that we will watch
 #
-# A network with fewer layers and larger photographs is easier to look into: ResNet-18, first as
-# baseline. The photographs are crops of the two that ship with scikit-learn. The loss asks from
-# which of them, and from which quarter of it, a crop was cut.
+# A network with fewer layers and larger photographs is easier to look into: the baseline of a
+# ResNet-18. Here are some of its photographs.
 
 # %% name="step"
-baseline = tracked(zoo.resnet18, batch.inputs, False)
-checkpointed = tracked(zoo.resnet18, batch.inputs, True)
-
-# %% name="photographs"
-crops = batch.inputs[:6].cpu().movedim(1, 3)
-crops = (crops - crops.amin()) / (crops.amax() - crops.amin())
-notebook.pictures([{f"class {n}": crop for n, crop in zip(batch.targets, crops, strict=False)}])
+model = zoo.resnet18(classes=8).to(device)
+baseline = zoo.anatomy(model, images, loss=loss_of).baseline
+shown = {f"class {targets[n]}": crops[n].movedim(0, 2) for n in range(0, 32, 5)}
+notebook.pictures([shown])
 
 # %% name="weights"
-model = zoo.resnet18(classes=8).to(device)
 weights = sum(parameter.nbytes for parameter in model.parameters())
 count = sum(parameter.numel() for parameter in model.parameters())
 say(
     f"{count:,} weights of 4 bytes each are **{format_bytes(weights)}**; "
-    f"the batch is {format_bytes(batch.inputs.nbytes)}."
+    f"the batch is {format_bytes(images.nbytes)}."
 )
 
 # %% [markdown] name="predict"
@@ -120,8 +116,9 @@ say(
 # %% [markdown] name="over-time"
 # ## Memory over time
 #
-# `zoo.track` has noted every tensor that was born and every one that died. Here they are, from the
-# first operation of the forward to the last of the optimizer. Gray is what is there all the time.
+# `zoo.anatomy` has noted every tensor that was born and every one that died. Here they are, from
+# the first operation of the forward to the last of the optimizer. Gray is what is there all the
+# time.
 
 # %% name="timeline"
 notebook.chart("The baseline, by category", baseline)
@@ -225,8 +222,8 @@ table(
 # The same forward, but nobody will ask for gradients. Guess the number of activations first.
 
 # %% name="evaluation"
-with zoo.track(model, inputs=batch.inputs) as evaluation, torch.no_grad():
-    model(batch.inputs)
+with zoo.track(model, inputs=images) as evaluation, torch.no_grad():
+    model(images)
 table(
     ["", "training step", "forward under `no_grad`"],
     ["activations, at most", *(format_bytes(t.activation_peak) for t in (baseline, evaluation))],
@@ -300,36 +297,34 @@ notebook.stepwise(
 
 # %% name="waiting"
 waiting = []
-for timeline in (baseline, checkpointed):
+for timeline in (always, saving):
     turn = next(mark.point for mark in timeline.phases if mark.phase == "backward")
     waiting.append(format_bytes(timeline.by("category", turn)["saved activations"]))
-largest = ", ".join(f"`{part.block}`" for part in checkpointed.holders(4))
-where = notebook.translated(checkpointed.phase_at(checkpointed.peak_point))
+largest = ", ".join(f"`{part.block}`" for part in saving.holders(4))
+where = notebook.translated(saving.phase_at(saving.peak_point))
 say(
     f"At the end of the forward {waiting[0]} of activations wait in the baseline, "
     f"**{waiting[1]}** with checkpointing: the curve still climbs, but less. Its peak of "
-    f"{format_bytes(checkpointed.peak)} is in the {where}; the largest tensors then are "
+    f"{format_bytes(saving.peak)} is in the {where}; the largest tensors then are "
     f"those of {largest}."
 )
 
 # %% [markdown] name="waiting-answer"
 # The shaded stripes of the first picture are the recomputations: one stretch of layers after the
-# other is recomputed, used and forgotten. The last one makes the pointed hump. It belongs to the
-# first layers, whose activations are the largest, and no choice of what to recompute gets around
-# it: to go back through a layer, its own input and its gradient must be there. So checkpointing
-# also takes no more than it must: what fits below that hump anyway is kept.
+# other is recomputed, used and forgotten. Each makes a tooth of the lower curve, and the high ones
+# are equally high: the plan divides the network so that no stretch stands out. No choice of what to
+# recompute gets around them: to go back through a stretch, its activations must be there, and so
+# must the inputs of all stretches before it. What fits below the teeth anyway is kept.
 #
 # What this costs in time, and how to pay less, is the next notebook.
 
 # %% name="on-a-gpu"
 if device == "cuda":
-    torch.cuda.reset_peak_memory_stats()
-    tracked(False)
-    say(f"The GPU's own allocator says {format_bytes(torch.cuda.max_memory_allocated())}.")
+    say(f"The GPU's allocator reserved {format_bytes(baseline.reserved_peak)} for the baseline.")
 else:
     say(
-        "Skipped, as there is no GPU here. It would show the peak that the GPU's own allocator "
-        "counts for the baseline, to be compared with the sum of the tensors above."
+        "Skipped, as there is no GPU here. It would show how much memory the GPU's allocator "
+        "reserved for the baseline, to be compared with the sum of the tensors above."
     )
 
 # %% [markdown] name="remember"

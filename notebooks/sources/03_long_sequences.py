@@ -53,7 +53,7 @@ columns = text[: len(text) // N * N].view(N, -1).t()
 SIZES = {"vocabulary": len(vocabulary), "embedding": 128, "hidden": 128}
 chunked = zoo.lstm(**SIZES, chunk_steps=8, chunk_tokens=128).to(device)
 parts = zoo.anatomy(chunked, (columns[:128], None, columns[1:129]), checkpoint=True)
-notebook.timelines("A training step of an LSTM on 128 words", parts.baseline, parts.planned)
+notebook.chart("A training step of an LSTM on 128 words", parts)
 
 # %% name="payoff-words"
 from zoo.report.notebook import say, table

@@ -38,20 +38,14 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 # %% [markdown] name="first-look"
 # ## First, what you will be able to do
 #
-# A ResNet-18 of timm, as it is (the *baseline*) and after one line: `zoo.checkpoint(model)`. It is
-# the same object, with the same code, parameters and names.
+# A vision transformer of timm, as it is (the *baseline*) and after one line,
+# `zoo.checkpoint(model)`. It is the same object, with the same code, parameters and names.
 
 # %% name="payoff"
-pixels = torch.rand(16, 3, 128, 128, device=device)
-theirs, steps = timm.create_model("resnet18", num_classes=10).to(device), []
-for checkpoint in (False, True):
-    zoo.checkpoint(theirs, checkpoint)
-    for _ in range(2):  # the first step decides the plan
-        theirs.zero_grad()
-        with zoo.track(theirs, inputs=pixels) as timeline:
-            theirs(pixels).logsumexp(1).mean().backward()
-    steps.append(timeline)
-notebook.timelines("Forward and backward of timm's ResNet-18", *steps)
+pixels = torch.rand(8, 3, 224, 224, device=device)
+theirs = zoo.checkpoint(timm.create_model("vit_tiny_patch16_224", num_classes=10).to(device))
+step = zoo.anatomy(theirs, pixels, optimizer=None)
+notebook.chart("Forward and backward of timm's ViT-Ti/16", step)
 
 # %% [markdown] name="yours"
 # ## Your own model
@@ -100,22 +94,6 @@ class Yours(Layers):
         return {"loss": loss, "logits": logits}
 
 
-# %% name="tracked"
-def tracked(model, loss_of, inputs):
-    """Tracks the second training step: the first makes AdamW's state and decides the plan."""
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step():
-        optimizer.zero_grad()
-        loss_of(model).backward()
-        optimizer.step()
-
-    step()
-    with zoo.track(model, optimizer=optimizer, inputs=inputs, allocator=device == "cpu") as found:
-        step()
-    return found
-
-
 # %% name="build"
 def yours():
     """Builds the same model each time, with the same weights."""
@@ -123,13 +101,9 @@ def yours():
     return Yours().to(device)
 
 
-def measured(model):
-    torch.manual_seed(1)  # the same dropout masks each time
-    return tracked(model, lambda model: model(images, labels=labels)["loss"], (images, labels))
-
-
 images = torch.rand(8, 3, 64, 64, device=device)
 labels = torch.arange(8, device=device)
+batch = {"images": images, "labels": labels}
 
 # %% [markdown] name="predict"
 # ## Your guess, before you look
@@ -143,9 +117,10 @@ guess_share = 0.5  # of the peak are activations: change it
 guess_left = 0.5  # of the peak is left after the one line: change it
 
 # %% name="measure"
-before = measured(yours())
-after = measured(zoo.checkpoint(yours()))  # the one line; the same object comes back
-notebook.timelines("A training step of your own model", before, after)
+model = zoo.checkpoint(yours())  # the one line; the same object comes back
+step = zoo.anatomy(model, batch)  # with AdamW, and once more without the line
+before, after = step.baseline, step.planned
+notebook.chart("A training step of your own model", step)
 say(
     f"You said {guess_share:.0%} and {guess_left:.0%}. Activations are "
     f"**{before.activation_peak / before.peak:.0%}** of the peak, and one line leaves "
@@ -160,7 +135,7 @@ say(
 # `zoo.chain_of` shows the steps.
 
 # %% name="chain"
-found = zoo.chain_of(yours(), {"images": images, "labels": labels})
+found = zoo.chain_of(yours(), batch)
 print(*str(found).splitlines()[:14], "...", sep="\n")
 
 # %% [markdown] name="trust"
@@ -175,7 +150,7 @@ print(*str(found).splitlines()[:14], "...", sep="\n")
 # `zoo.verify(...).check()` raises in that case: put it into your tests.
 
 # %% name="verify"
-print(zoo.verify(yours(), {"images": images, "labels": labels}, steps=2))
+print(zoo.verify(yours(), batch, steps=2))
 
 # %% [markdown] name="budget"
 # ## A budget
@@ -189,16 +164,16 @@ print(zoo.verify(yours(), {"images": images, "labels": labels}, steps=2))
 # %% name="budgets"
 room = before.peak - after.peak
 rows = []
-for share in (0, 0.5, 0.9):
+for share in (0.5, 0.9):
     budget = before.peak - int(share * room)
-    peak = measured(zoo.checkpoint(yours(), memory_budget=budget, optimizer="adamw")).peak
+    model = zoo.checkpoint(yours(), memory_budget=budget, optimizer="adamw")
+    peak = zoo.anatomy(model, batch).planned.peak
     rows.append([*map(format_bytes, (budget, peak)), f"{peak / budget:.1%}"])
 table(["budget", "peak, measured", "of the budget"], *rows)
 
 # %% name="too-small"
 try:
-    given = {"memory_budget": "4MiB", "inputs": {"images": images, "labels": labels}}
-    zoo.checkpoint(yours(), **given, optimizer="adamw")
+    zoo.checkpoint(yours(), memory_budget="4MiB", inputs=batch, optimizer="adamw")
 except zoo.BudgetError as error:
     print(f"{type(error).__name__}: {error}")
 
@@ -248,8 +223,8 @@ plain, auto = (
 print(plain, auto, sep="\n")
 
 # %% name="shrink"
-alike = torch.empty(plain.size, 3, 224, 224, device="meta")
-parts = zoo.anatomy(zoo.resnet18(), alike, checkpoint=True)
+few = torch.empty(16, 3, 224, 224, device="meta")  # its kernels run here once: a small batch
+parts = zoo.anatomy(zoo.resnet18(), few, checkpoint=True)
 shrink = parts.baseline.activation_peak / parts.planned.activation_peak
 
 # %% name="batches-words"
@@ -259,7 +234,7 @@ word = (
 )
 say(
     f"The batch grows from {plain.size} to **{auto.size}**, ×{grown:.2f}, at "
-    f"×{auto.predicted_time_ratio:.2f} of the time. At {plain.size} images, `checkpoint=True` "
+    f"×{auto.predicted_time_ratio:.2f} of the time. For one batch, `checkpoint=True` "
     f"makes the activations ×{shrink:.2f} smaller. So the batch grows "
     f"{word} the activations shrink."
 )
@@ -285,21 +260,13 @@ foreign = {
     "transformers BERT": (bert.to(device).train(), {"input_ids": tokens, "labels": tokens}),
 }
 
-
 # %% name="theirs-table"
-def foreign_step(model, inputs):
-    def loss_of(model):
-        outputs = model(**inputs)
-        return outputs.loss if "labels" in inputs else outputs.logsumexp(1).mean()
-
-    return format_bytes(tracked(model, loss_of, list(inputs.values())).activation_peak)
-
-
 rows = []
 for name, (model, inputs) in foreign.items():
     exact = zoo.verify(model, inputs, steps=2).exact
-    before_and_after = foreign_step(model, inputs), foreign_step(zoo.checkpoint(model), inputs)
-    rows.append([name, *before_and_after, exact])
+    step = zoo.anatomy(model, inputs, checkpoint=True)
+    sizes = [format_bytes(part.activation_peak) for part in (step.baseline, step.planned)]
+    rows.append([name, *sizes, exact])
 table(["activations, at most", "baseline", "`zoo.checkpoint`", "exact"], *rows)
 
 # %% name="own-switch"
@@ -511,7 +478,8 @@ table(["", "batches counted"], *rows)
 
 # %% name="on-gpu"
 if device == "cuda":
-    peak = measured(zoo.checkpoint(yours(), memory_budget="device", optimizer="adamw")).peak
+    model = zoo.checkpoint(yours(), memory_budget="device", optimizer="adamw")
+    peak = zoo.anatomy(model, batch).planned.peak
     say(f"The peak within what is free on the GPU: {format_bytes(peak)}.")
 else:
     say(
@@ -570,7 +538,7 @@ else:
 # `max_overhead`, and spend what it frees on a larger batch.
 #
 # ```python
-# bounded = measured(zoo.checkpoint(yours(), max_overhead=0.1))
+# bounded = zoo.anatomy(zoo.checkpoint(yours(), max_overhead=0.1), batch).planned
 # print(f"{format_bytes(bounded.peak)} of {format_bytes(before.peak)}")
 # assert bounded.peak < before.peak
 # ```
@@ -596,3 +564,5 @@ else:
 # ```
 #
 # </details>
+#
+# **Next:** [7. A Llama within a budget](07_a_llama_in_a_budget.ipynb)

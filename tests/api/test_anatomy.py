@@ -70,6 +70,17 @@ def test_the_planned_step_takes_less_and_both_are_shown():
     assert json.loads(found.to_json())["plan"] == json.loads(json.dumps(found.plan))
 
 
+def test_an_anatomy_draws_both_steps_and_without_a_plan_the_categories(tmp_path):
+    pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
+    drawn = {}
+    for option in (None, True):
+        zoo.anatomy(Net(), images(8, size=16), checkpoint=option).plot(tmp_path / "step.svg")
+        drawn[option] = (tmp_path / "step.svg").read_text()
+    assert all(f"<!-- {name} -->" in drawn[True] for name in ("baseline", "checkpointed"))
+    assert "<!-- saved activations -->" in drawn[None]
+    assert "<!-- checkpointed -->" not in drawn[None]
+
+
 @pytest.mark.parametrize("device", [None, "meta"])
 def test_a_plan_makes_each_tensor_in_the_line_of_the_model_that_says_so(device):
     found = zoo.anatomy(Net(), images(8, size=16), checkpoint="sqrt", device=device)

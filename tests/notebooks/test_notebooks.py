@@ -1,5 +1,6 @@
 """What is committed is what the sources make. `make check-notebooks` runs them; this does not."""
 
+import json
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from nbformat import NotebookNode
 
 from notebooks.build import ENGLISH, LANGUAGES, languages, notebook_of, read, sources, written
+from tests.documents import ROOT
 from zoo.report.notebook import WORDS
 
 BOTH = [(source, language) for source in sources() for language in languages(source)]
@@ -96,6 +98,16 @@ def test_pictures_in_chinese_notebooks_are_chinese(source: Path) -> None:
     texts = {text for picture in pictures for text in re.findall(r"<text [^>]*>([^<]*)", picture)}
     assert not texts & set(WORDS["zh_CN"])
     assert any("\u4e00" <= letter <= "\u9fff" for text in texts for letter in text)
+
+
+def test_recorded_times_of_a_gpu_are_those_that_it_took() -> None:
+    (cell,) = (c for source in sources() for c in code_of(read(source)) if c.id == "recorded")
+    names: dict[str, Any] = {}
+    exec(cell.source, names)
+    rows = map(json.loads, (ROOT / "docs/gpu.jsonl").read_text("utf-8").splitlines())
+    keys = ("case", "size", "variant", "eager_ms", "graph_ms")
+    recorded = [tuple(map(row.get, keys)) for row in rows if row["part"] == "graphs"]
+    assert [row for row in names["RECORDED"] if row not in recorded] == []
 
 
 def test_all_notebooks_install_alike() -> None:

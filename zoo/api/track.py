@@ -10,7 +10,8 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +36,13 @@ from zoo.profiling.progress import each, shown
 from zoo.profiling.step_profile import Outline
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.profiling.timeline import Timeline, compare
+from zoo.report.pictures import plots
 from zoo.tracing.isolated_trace import TraceError
 from zoo.tracing.planned_forward import TracedForward, named_steps, option_of, patched_forward
+from zoo.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # see profiling.source_location
 IS_TRAINING_LOOP = True
@@ -96,6 +102,21 @@ class Anatomy:
         return "\n".join([table, "", *self.savings])
 
     __str__ = table
+
+    def plot(self, target: "str | Path | Axes") -> None:
+        """Draws the bytes over the step, peaks marked, to an SVG, PNG or PDF file or into Axes.
+
+        Raises:
+            ArgumentError: matplotlib is missing, or a path has another ending.
+        """
+        if self.planned is None:
+            self.baseline.plot(target)
+            return
+        title = f"Memory of a training step of {self.baseline.title}"
+        peaks = [format_bytes(step.peak) for step in (self.baseline, self.planned)]
+        subtitle = f"peak {peaks[0]} for the baseline, {peaks[1]} with the plan"
+        steps = {"baseline": self.baseline.summary(), "checkpointed": self.planned.summary()}
+        plots().draw_memory(target, steps, title, subtitle)
 
     def to_json(self) -> str:
         """Writes plan and timelines as JSON."""

@@ -96,6 +96,14 @@ def draw_timeline(target: Target, timeline: charts.Timeline, title: str, subtitl
         draw_chart(axes, chart, loc="upper left", ncols=1, reverse=True)
 
 
+def draw_memory(
+    target: Target, timelines: Mapping[str, charts.Timeline], title: str, subtitle: str
+) -> None:
+    """Draws `memory_chart`."""
+    with _axes(target, (10, 4.6), title, subtitle) as (axes,):
+        draw_chart(axes, charts.memory_chart(timelines))
+
+
 def draw_comparison(rows: Sequence[ModelRow], heading: Heading, paths: Sequence[Path]) -> None:
     """Draws the step peaks of each model, and the time of each variant.
 

@@ -19,9 +19,8 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 from zoo.planner.plan import Item, Plan, indices
-from zoo.report import charts
 from zoo.report.escaping import markdown_table
-from zoo.report.matplotlib_charts import COLORS, STYLE, bare, draw_chart
+from zoo.report.matplotlib_charts import COLORS, STYLE, bare
 
 WIDTH = 8.6  # inches
 # in the order of the compared runs: the baseline, ours, others
@@ -91,15 +90,8 @@ def table(head: Sequence[str], *rows: Sequence[Any]) -> None:
     say(markdown_table(head, [[words.get(str(cell), str(cell)) for cell in row] for row in rows]))
 
 
-def timelines(title: str, baseline: Any, checkpointed: Any) -> None:
-    """Draws the bytes of the same step with and without recomputation."""
-    both = {"baseline": baseline.summary(), "checkpointed": checkpointed.summary()}
-    with figure(title, 3.4) as (axes,):
-        draw_chart(axes, charts.memory_chart(both))
-
-
 def chart(title: str, drawn: Any) -> None:
-    """Draws a report, a frontier or a timeline, which draws itself."""
+    """Draws an anatomy, a report, a frontier or a timeline, which draws itself."""
     with figure(title, 3.8) as (axes,):
         drawn.plot(axes)
 
