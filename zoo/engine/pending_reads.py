@@ -156,8 +156,8 @@ class PendingReads:
         is_known = before is not None and before.storage == now.storage
         of_tensor, of_storage = before[1:] if before is not None and is_known else ALONE
         externals = alive([use.external for use in uses])
-        tensors = (e.tensor if e.memory is None else e.memory for e in externals)
-        views = len({id(view) for view in tensors if view is not tensor})
+        read = (other.tensor if other.memory is None else other.memory for other in externals)
+        views = len({id(view) for view in read if view is not tensor})
         # the accumulation of its gradient is one more holder
         return now.of_tensor > of_tensor + 1 or now.of_storage > of_storage + views
 

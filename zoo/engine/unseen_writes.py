@@ -57,7 +57,15 @@ def fingerprint(tensor: Tensor) -> bytes | Tensor | None:
         return None
     if not tensor.is_cpu:
         return sample_of(tensor) if CHECKS else None
-    return read(tensor) if _thread.on and tensor.is_contiguous() else None
+    return read(tensor) if _thread.on and _is_dense(tensor) else None
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Returns whether a tensor's numbers lie side by side, in any order, as in `channels_last`."""
+    if tensor.is_contiguous() or tensor.is_nested:
+        return tensor.is_contiguous()
+    last = sum((size - 1) * step for size, step in zip(tensor.size(), tensor.stride(), strict=True))
+    return last + 1 == tensor.numel()
 
 
 # makes all marks different
