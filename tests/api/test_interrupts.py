@@ -152,7 +152,7 @@ def test_the_largest_size_known_to_fit_is_on_the_exception(interrupt: Interrupt)
 def test_a_size_that_a_real_step_refuted_is_not_known_to_fit(
     interrupt: Interrupt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def out_of_memory(*_: Any) -> int:
+    def out_of_memory(*_: Any, **__: Any) -> int:
         interrupt("", 1)
         raise torch.OutOfMemoryError
 
