@@ -143,7 +143,7 @@ GUARDS = {
     "test_fingerprint": """
         Handle.take_replayed: never before
         Handle.look_for_writes: drop fingerprint
-        unseen_writes.fingerprint: never requires_grad, always is_contiguous
+        unseen_writes.fingerprint: never requires_grad, always _is_dense
         Value.is_untouched: always self""",
     "test_fingerprint pitfalls/test_unseen_writes": """
         Value.has_version: always holder version version""",

@@ -65,6 +65,15 @@ def test_a_write_of_a_weight_is_refused_where_its_activations_are_channels_last(
         loss.backward()
 
 
+def test_only_a_tensor_whose_numbers_lie_side_by_side_has_a_fingerprint() -> None:
+    image = torch.rand(2, 3, 4, 5, requires_grad=True)
+    assert fingerprint(image.to(memory_format=torch.channels_last)) is not None
+    assert fingerprint(image.transpose(1, 3)) is not None
+    # as many numbers as lie from its first to its last one
+    assert fingerprint(torch.rand(2, 5, requires_grad=True)[:, :1].expand(2, 3)) is None
+    assert fingerprint(image.chunk(2, 3)[0]) is None
+
+
 @pytest.mark.parametrize("write", FOREIGN)
 def test_a_write_inside_of_a_nested_segment_is_refused(write: Callable[[Tensor], None]) -> None:
     x = torch.rand(5).requires_grad_()

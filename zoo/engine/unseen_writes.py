@@ -64,8 +64,12 @@ def _is_dense(tensor: Tensor) -> bool:
     """Returns whether a tensor's numbers lie side by side, in any order, as in `channels_last`."""
     if tensor.is_contiguous() or tensor.is_nested:
         return tensor.is_contiguous()
-    last = sum((size - 1) * step for size, step in zip(tensor.size(), tensor.stride(), strict=True))
-    return last + 1 == tensor.numel()
+    numbers = 1
+    for step, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size > 1 and step != numbers:
+            return False
+        numbers *= size
+    return True
 
 
 # makes all marks different
