@@ -511,7 +511,10 @@ class _Offloading:
         self.away: set[int] = set()
 
     def held_by(self, item: Item) -> frozenset[int]:
-        """Returns what may lie on the host of what an item holds: nothing of a kept step's."""
+        """Returns what may lie on the host of what an item holds: nothing of a kept step's.
+
+        Another rule, which brute force compares with this one, takes kept steps, too.
+        """
         if isinstance(item, int):
             return frozenset()
         return self.clock.inputs(item) | self.clock.kept_by(item)
