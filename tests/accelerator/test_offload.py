@@ -13,6 +13,7 @@ from tests.accelerator import software
 from tests.training import assert_same, gradients, needs_numpy, outcome, peak_by_own_plan, plain
 from zoo.api.plan import planner_for
 from zoo.planner.costs import simulate
+from zoo.planner.offload_choices import segments_of
 from zoo.planner.plan import Plan
 from zoo.tracing.planned_forward import patched_forward
 from zoo.units import format_bytes
@@ -87,26 +88,39 @@ PLANS = {
     "segments": "(0-5) (6-11) (12-17) (18-23) (24-29) 30",
     "kept steps between": "0-1 (2-3) (4-5) 6 (7-8) 9 (10-11) 12-13 (14-15) 16 (17-29) 30",
     "nested": "((0-1) 2-5) (6 (7-8) 9-11) 12 (13-14) (15-17) ((18-23) 24-29) 30",
+    "kept": "0-30",
 }
+# plans, and the items that are offloaded; none: all segments
+OFFLOADED: list[tuple[str, tuple[int, ...]]] = [
+    *((name, ()) for name in PLANS if name != "kept"),
+    ("kept", tuple(range(31))),
+    ("kept", (1, 6, 10, 12, 17, 22)),
+    ("kept steps between", tuple(range(31))),
+    ("kept steps between", (0, 4, 6, 9, 13, 14)),
+    ("nested", (6, 12, 13, 15, 18)),
+    # the item that is the last to hold a storage is not offloaded
+    ("nested", (6, 12)),
+]
 
 
 @needs_numpy
-@pytest.mark.parametrize("name", PLANS)
-def test_a_plan_takes_the_bytes_that_were_predicted(name: str) -> None:
+@pytest.mark.parametrize(("name", "items"), OFFLOADED)
+def test_a_plan_takes_the_bytes_that_were_predicted(name: str, items: tuple[int, ...]) -> None:
     """Here and on the host; the prediction has a margin for numbers such as the loss."""
     model = nn.Sequential(*(Block() for _ in range(5)), nn.Linear(64, 8))
     x, make = torch.randn(2048, 64), functools.partial(torch.optim.SGD, lr=0.1)
     planner, plan = planner_for(model, x, optimizer=make, measured=False), Plan.parse(PLANS[name])
 
-    def taken(offload: bool) -> tuple[int, int]:
+    def taken(offload: bool | tuple[int, ...]) -> tuple[int, int]:
         zoo.checkpoint(model, plan, offload=offload, inputs=x)
         peak = peak_by_own_plan(model, x, make)
         host = getattr(patched_forward(model), "host", None)
         return peak, 0 if host is None else host.peak
 
     kept = simulate(plan, planner.costs_with_gradients)
-    offloaded = simulate(plan, planner.costs_with_gradients, offload=planner.steps)
-    before, after = taken(False), taken(True)
+    costs, chosen = planner.costs_with_gradients, items or segments_of(plan)
+    offloaded = simulate(plan, costs, offloads=chosen, steps=planner.steps)
+    before, after = taken(False), taken(items or True)
     assert after[1] == offloaded.offloaded > 0
     assert before[0] - after[0] == kept.peak - offloaded.peak > 0
 

@@ -20,6 +20,7 @@ from zoo.api.track import CopiedStep, mean_of
 from zoo.errors import ArgumentError
 from zoo.invocation import Invocation
 from zoo.planner.costs import simulate
+from zoo.planner.offload_choices import segments_of
 from zoo.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("without_fork")
@@ -66,9 +67,9 @@ def test_a_tracked_step_takes_so_much_less_where_it_is_offloaded(fake):
     model, x = nn.Sequential(*(Block() for _ in range(5)), nn.Linear(64, 8)), torch.rand(2048, 64)
     plan = zoo.Plan.parse(PLANS["kept steps between"])
     costs = planner_for(model, x, measured=False).costs_with_gradients
-    kept, offloaded = (simulate(plan, costs, offload=steps) for steps in (0, len(costs)))
+    kept, offloaded = (simulate(plan, costs, offloads=items) for items in ((), segments_of(plan)))
     step = CopiedStep(model, Invocation.of(x), torch.optim.SGD, mean_of, fake=fake)
-    less = step.track(plan).tensor_peak - step.track(plan, offload=True).tensor_peak
+    less = step.track(plan).tensor_peak - step.track(plan, True).tensor_peak
     assert less == kept.peak - offloaded.peak > 0
 
 

@@ -1,59 +1,31 @@
-"""Each storage kept, recomputed or offloaded, by brute force on small chains, against the rule.
+"""Each item of a plan offloaded or not, by brute force on small chains, against the search.
 
     python -m tests.planner.offload_choices         60 random chains: some minutes
 
-A plan without nesting says what is recomputed, and a set of storages what lies on the host: of what
-segments start from, of what kept steps save, or of both. All plans are tried with all sets, within
-a budget of bytes on the device, one on the host, and a rate of copies; `simulate` judges. Where no
-plan keeps to the budget, nothing is compared. Printed is for each way how often it is slower than
-the best of all, and by how much of the baseline's time on average and at most:
+All plans without nesting are tried with all sets of their items (kept steps and segments) on the
+host, within a budget of bytes on the device, one on the host, and a rate of copies; `simulate`
+judges. Where no plan keeps to the budget, nothing is compared. Printed is for each way how often it
+is slower than the best of all, and by how much of the baseline's time on average and at most:
 
     none      nothing is offloaded
-    rule      all that segments start from (what the engine does today), or nothing
-    inputs    any of what segments start from
-    greedy    for each plan storages one after the other, those of most bytes times idle steps first
-    best      any storages of segments and of kept steps
+    segments  all that segments start from, or nothing
+    search    the sets that `zoo.planner.offload_choices` proposes for each plan, or nothing
+    best      any set of items
 """
 
 import itertools
 import random
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from unittest import mock
 
 from tests.planner.chains import flat_plans
-from zoo.planner import costs as model
-from zoo.planner.costs import LEAST_OFFLOADED, CopyRate, Simulation, StepCosts, simulate
-from zoo.planner.plan import Item, Plan
+from zoo.planner.costs import LEAST_OFFLOADED, CopyRate, StepCosts, simulate
+from zoo.planner.offload_choices import Items, choices, segments_of
+from zoo.planner.plan import Plan, indices
 
 STEPS = 4
-WAYS = "none", "rule", "inputs", "greedy", "best"
-NOTHING = frozenset[int]()
-
-
-class Chosen(model._Offloading):
-    """Offloads the chosen storages, also of kept steps."""
-
-    chosen: frozenset[int]
-
-    def held_by(self, item: Item) -> frozenset[int]:
-        """Returns the chosen ones of an item."""
-        if isinstance(item, int):
-            return self.clock.costs.saved[item] & self.chosen
-        return super().held_by(item) & self.chosen
-
-
-def simulated(
-    plan: Plan, costs: StepCosts, copies: CopyRate, chosen: frozenset[int] | None
-) -> Simulation:
-    """Simulates a plan with chosen storages on the host; None is the rule."""
-    if chosen is None:
-        return simulate(plan, costs, offload=len(costs), copies=copies)
-    with (
-        mock.patch.object(Chosen, "chosen", chosen, create=True),
-        mock.patch.object(model, "_Offloading", Chosen),
-    ):
-        return simulate(plan, costs, offload=len(costs), copies=copies)
+WAYS = "none", "segments", "search", "best"
+NOTHING: Items = frozenset()
 
 
 def chain(seed: int) -> StepCosts:
@@ -86,38 +58,25 @@ def chain(seed: int) -> StepCosts:
     )
 
 
-def sets_of(plan: Plan, costs: StepCosts, copies: CopyRate) -> dict[str, Iterable[frozenset[int]]]:
-    """Returns the sets of storages that each way tries with a plan; None in one is the rule."""
-    inputs = frozenset(next(iter(model.indices(item))) for item in plan if isinstance(item, tuple))
-    inputs -= {0}
-    kept = frozenset().union(*(costs.saved[item] for item in plan if isinstance(item, int)))
-
-    def idle(storage: int) -> float:
-        born = (
-            storage
-            if storage <= STEPS
-            else next(n for n, s in enumerate(costs.saved) if storage in s)
-        )
-        return costs.sizes[storage] * (STEPS - born)
-
-    order = sorted(inputs | kept, key=idle, reverse=True)
+def sets_of(plan: Plan, costs: StepCosts, copies: CopyRate) -> dict[str, Iterable[Items]]:
+    """Returns the sets of items that each way tries with a plan."""
+    firsts = [item if isinstance(item, int) else next(indices(item)) for item in plan]
     return {
         "none": [NOTHING],
-        "inputs": subsets(inputs),
-        "greedy": [frozenset(order[:count]) for count in range(len(order) + 1)],
-        "best": subsets(inputs | kept),
+        "segments": [NOTHING, segments_of(plan)],
+        "search": [NOTHING, *choices(plan, costs, len(costs), copies)],
+        "best": subsets(firsts),
     }
 
 
-def subsets(storages: Iterable[int]) -> Iterator[frozenset[int]]:
+def subsets(items: Sequence[int]) -> Iterator[Items]:
     """Yields all subsets."""
-    found = sorted(storages)
-    for count in range(len(found) + 1):
-        yield from map(frozenset, itertools.combinations(found, count))
+    for count in range(len(items) + 1):
+        yield from map(frozenset, itertools.combinations(items, count))
 
 
 def times(costs: StepCosts, share: float, host: float, rate: float) -> dict[str, float]:
-    """Returns the least time of each way as a ratio to the baseline's; empty if none fits.
+    """Returns the least time of each way as a ratio to the baseline's; infinite if none fits.
 
     `share` is the budget between the least peak and the baseline's, `host` that of the host as a
     share of all storages, `rate` the units of bytes that are copied in a second.
@@ -130,9 +89,9 @@ def times(costs: StepCosts, share: float, host: float, rate: float) -> dict[str,
     spent = sum(costs.seconds) + sum(costs.seconds_backward)
     best = dict.fromkeys(WAYS, float("inf"))
     for plan in plans:
-        for way, sets in {**sets_of(plan, costs, copies), "rule": [NOTHING, None]}.items():
+        for way, sets in sets_of(plan, costs, copies).items():
             for chosen in sets:
-                found = simulated(plan, costs, copies, chosen)
+                found = simulate(plan, costs, offloads=chosen, copies=copies)
                 if found.peak <= budget and found.offloaded <= on_host:
                     time = 1 + (found.recomputed_seconds + found.waited_seconds) / spent
                     best[way] = min(best[way], time)

@@ -57,7 +57,7 @@ def large(costs: StepCosts) -> StepCosts:
 def test_offloading_adds_no_bytes_on_the_device(data: st.DataObject) -> None:
     costs = large(returning(data.draw(chains(5))))
     plan = data.draw(st.sampled_from(nested_plans(len(costs))))
-    kept, found = simulate(plan, costs), simulate(plan, costs, offload=len(costs))
+    kept, found = simulate(plan, costs), simulate(plan, costs, offloads=range(len(costs)))
     moment = found.moment
     parts = (moment.kept, moment.recomputed, moment.state, moment.work, moment.gradient)
     assert sum(parts) == found.peak <= kept.peak
@@ -67,7 +67,7 @@ def test_offloading_adds_no_bytes_on_the_device(data: st.DataObject) -> None:
 
     def waited(rate: float, is_beside: bool) -> float:
         copies = CopyRate(rate, is_beside)
-        return simulate(plan, costs, offload=len(costs), copies=copies).waited_seconds
+        return simulate(plan, costs, offloads=range(len(costs)), copies=copies).waited_seconds
 
     # each is copied out and back
     assert waited(1e6, True) <= waited(1e6, False) <= 2 * found.offloaded / 1e6 + 1e-9
@@ -78,13 +78,13 @@ def test_what_segments_start_from_lies_on_the_host() -> None:
     # segments start from states 1, 2 and 3; at the peak the copy of 3 is under way, 2 is back
     size, plan = LEAST_OFFLOADED, Plan(((0,), (1,), (2,), (3,)))
     costs = replace(uniform(4), sizes=(size,) * len(uniform(4).sizes))
-    kept, found = simulate(plan, costs), simulate(plan, costs, offload=4)
+    kept, found = simulate(plan, costs), simulate(plan, costs, offloads=range(4))
     assert found.offloaded == 3 * size
     assert kept.moment.kept - found.moment.kept == size
     # the loss is no step of the model
-    assert simulate(plan, costs, offload=2).offloaded == size
+    assert simulate(plan, costs, offloads=range(4), steps=2).offloaded == size
     # a step takes a second, a copy two: those out wait for the one before, those back for the last
-    slow = simulate(plan, costs, offload=4, copies=CopyRate(size / 2))
+    slow = simulate(plan, costs, offloads=range(4), copies=CopyRate(size / 2))
     assert 0 < slow.waited_seconds < 2 * 3 * 2
 
 

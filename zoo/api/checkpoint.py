@@ -10,7 +10,7 @@ from zoo.errors import ArgumentError, shortened
 from zoo.invocation import Inputs, Invocation, check_loss, check_module, check_step
 from zoo.loss import Loss
 from zoo.planner.plan import Plan
-from zoo.policy.budget import Budget, Offload, Overhead, outputs_held
+from zoo.policy.budget import Budget, Offload, OffloadOption, Overhead, outputs_held
 from zoo.policy.options import Checkpoint, StepSettings, option_for
 from zoo.profiling.optimizer_memory import OptimizerOption
 from zoo.profiling.progress import shown
@@ -37,7 +37,7 @@ def checkpoint(
     loss: Loss | None = None,
     accumulates: bool = False,
     holds_outputs: bool | None = None,
-    offload: bool = False,
+    offload: OffloadOption = False,
     host_budget: int | str | None = None,
 ) -> AnyModule:
     """Puts a `checkpoint=` option in force on any model and returns the same object.
@@ -70,8 +70,10 @@ def checkpoint(
         optimizer, loss, accumulates, holds_outputs: as in `zoo.plan`. The optimizer is assumed to
             be the one that steps in the backward, or AdamW, with a warning. The loss is called with
             fake outputs of each new size, and makes targets of that size.
-        offload: what segments start from lies on the host until the backward; on the CPU in a
-            memory-mapped file. Tensors of less than 64 KiB and what something else holds stay.
+        offload: what segments start from lies on the host until the backward, and by a budget what
+            is best of that and of what kept steps save; or the steps that a report names
+            (`report.offloads`). On the CPU the host is a memory-mapped file. Tensors of less than
+            64 KiB and what something else holds stay.
         host_budget: the most that lies there, in bytes or as "8GiB".
 
     Raises:

@@ -16,6 +16,7 @@ from zoo.loss import Loss, nothing_trained
 from zoo.policy.budget import (
     Budget,
     Offload,
+    OffloadOption,
     Overhead,
     StepPlanner,
     check_gathered,
@@ -41,7 +42,7 @@ def plan(
     optimizer_in_backward: bool = False,
     accumulates: bool = False,
     holds_outputs: bool | None = None,
-    offload: bool = False,
+    offload: OffloadOption = False,
     host_budget: int | str | None = None,
 ) -> PlanReport:
     """Finds the plan of least time whose training step keeps to a budget in bytes.
@@ -71,9 +72,10 @@ def plan(
         holds_outputs: a variable holds what the model returns until the backward is over, as in
             `outputs = model(x)`: True unless `loss` is given. False for the Trainer of
             transformers, which drops the logits: a sixteenth of a step of GPT-2.
-        offload: what segments start from lies on the host until the backward, as with
-            `zoo.checkpoint`; a model that gets the report is offloaded, too. A copy of 32 MiB is
-            measured: kernels wait where copies take longer than the kernels beside them.
+        offload: what segments start from and what kept steps save may lie on the host until the
+            backward; a model that gets the report is offloaded, too. A copy of 32 MiB is measured:
+            kernels wait where copies take longer than the kernels beside them. Of all choices some
+            dozens are tried for each of the best plans (`zoo.planner.offload_choices`).
         host_budget: the most bytes there; a plan that needs more is left out.
 
     Raises:
@@ -107,7 +109,7 @@ def frontier(
     optimizer_in_backward: bool = False,
     accumulates: bool = False,
     holds_outputs: bool | None = None,
-    offload: bool = False,
+    offload: OffloadOption = False,
     host_budget: int | str | None = None,
 ) -> Frontier:
     """Returns the best plans by rising peak and falling time, then the classic schemes.

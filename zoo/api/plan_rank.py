@@ -38,6 +38,7 @@ from zoo.planner.plan import Plan
 from zoo.policy.budget import (
     Budget,
     Offload,
+    OffloadOption,
     Overhead,
     StepPlanner,
     only_in_backward,
@@ -135,7 +136,7 @@ def plan_rank(
     loss: Loss | None = None,
     device: str | None = None,
     optimizer_in_backward: bool = False,
-    offload: bool = False,
+    offload: OffloadOption = False,
     host_budget: int | str | None = None,
 ) -> RankReport:
     """Finds the plan of least time whose training step keeps to a budget on each of many ranks.
@@ -226,15 +227,15 @@ class _Rank:
             "buckets of gradients": buckets,
             "workspaces of libraries": planner.fixed.libraries,
         }
-        self.timelines: dict[tuple[Plan, bool], Timeline] = {}
+        self.timelines: dict[tuple[Plan, tuple[int, ...]], Timeline] = {}
 
     def timeline(self, point: Point) -> Timeline:
         """Returns a step by a plan, with its bytes as the device's allocator counts them."""
-        plan, offload = self.planner.of_model(point).plan, point.offloaded > 0
-        if (plan, offload) not in self.timelines:
-            tracked = self.step.track(plan if plan.depth() else None, offload=offload)
-            self.timelines[plan, offload] = tracked.counted_by(self.planner.rounding)
-        return self.timelines[plan, offload]
+        plan = self.planner.of_model(point).plan
+        if (plan, point.offloads) not in self.timelines:
+            tracked = self.step.track(plan, point.offloads)
+            self.timelines[plan, point.offloads] = tracked.counted_by(self.planner.rounding)
+        return self.timelines[plan, point.offloads]
 
     def peak(self, point: Point) -> int:
         """Returns the bytes of a step by a plan at its peak."""

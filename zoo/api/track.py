@@ -24,7 +24,7 @@ from zoo.invocation import Inputs, Invocation, check_step, fake_at
 from zoo.loss import Loss, checked_loss, nothing_trained, own_loss, with_loss_errors
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
-from zoo.policy.budget import Offload, StepPlanner
+from zoo.policy.budget import Offload, OffloadOption, StepPlanner
 from zoo.policy.options import Checkpoint, option_for, parse_checkpoint
 from zoo.policy.savings import savings_of
 from zoo.profiling.cudnn_recurrent import flattened
@@ -135,7 +135,7 @@ def anatomy(
     checkpoint: Checkpoint | None = None,
     device: str | None = None,
     optimizer_in_backward: bool = False,
-    offload: bool = False,
+    offload: OffloadOption = False,
 ) -> Anatomy:
     """Tracks a steady training step of a model: the baseline and, if there is a plan, with it.
 
@@ -179,7 +179,7 @@ def anatomy(
         step = CopiedStep(model, invocation, optimizer, loss or mean_of, **options)
         plans = ((None, False),) if plan is None else ((plan, offloads), (None, False))
         tracked = each("tracked steps", plans)
-        *planned, baseline = (step.track(plan, offload=offloads) for plan, offloads in tracked)
+        *planned, baseline = (step.track(plan, offloads) for plan, offloads in tracked)
     by_plan = plan if isinstance(plan, Plan) else None
     made = maker_of(optimizer, model)
     try:
@@ -199,8 +199,8 @@ def _plan_of_option(
     checkpoint: Checkpoint | None,
     offload: Offload,
     outline: Callable[[Loss | None], Outline],
-) -> tuple[Plan | str | None, bool]:
-    """Decides the plan, and whether it is offloaded, without running a step.
+) -> tuple[Plan | str | None, OffloadOption]:
+    """Decides the plan, and what it offloads, without running a step.
 
     The plan is "blocks" where the model cannot be traced.
     """
@@ -216,7 +216,7 @@ def _plan_of_option(
         with torch.enable_grad():
             planner = StepPlanner(model, outline(option.step.loss), inputs)
             plan, _, offloads = option.plan_for(planner)
-            return plan, offloads and is_on
+            return plan, offloads
     except TraceError:
         if checkpoint not in (None, True, "blocks"):
             raise
@@ -272,7 +272,7 @@ class CopiedStep:
                         parameter.grad = torch.empty_like(parameter)
                 self.optimizer.step()
 
-    def track(self, plan: Plan | str | None, *, offload: bool = False) -> Timeline:
+    def track(self, plan: Plan | str | None, offload: OffloadOption = False) -> Timeline:
         """Tracks a step by a plan, for real after another one; None is the baseline."""
         own = [p for p in self.model.parameters() if p.requires_grad]
         on_cpu = self.mode is None and all(parameter.device.type == "cpu" for parameter in own)
@@ -282,7 +282,7 @@ class CopiedStep:
                 self._train()
         return timeline
 
-    def peak(self, plan: Plan | None, *, offload: bool = False) -> int:
+    def peak(self, plan: Plan | None, offload: OffloadOption = False) -> int:
         """Returns the allocator's peak bytes in a real step by a plan, after another one."""
         with self._by(plan, offload):
             arguments = self.model, self.optimizer, self.inputs.tensors
@@ -292,12 +292,13 @@ class CopiedStep:
         train_step(self.model, self.inputs, self.loss, self.optimizer)
 
     @contextlib.contextmanager
-    def _by(self, plan: Plan | str | None, offload: bool) -> Iterator[None]:
+    def _by(self, plan: Plan | str | None, offload: OffloadOption) -> Iterator[None]:
         """Puts a plan in force on the copy inside the block, ready for a steady step."""
         # outside of the mode, since the optimizer is tried on real tensors
         attached = stepping_in_backward(self.model, self.optimizer if self.in_backward else None)
         with attached, self._modes():
-            option = False if plan is None else plan
+            keeps_all = isinstance(plan, Plan) and not (plan.depth() or offload)
+            option = False if plan is None or keeps_all else plan
             put_in_force(self.model, option, steps=self.names, offload=offload)
             self.model.zero_grad(set_to_none=True)
             patched = patched_forward(self.model)

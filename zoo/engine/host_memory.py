@@ -1,15 +1,16 @@
 """Activation offloading (CPU offload): storages that lie in host memory until the backward.
 
-What segments start from is kept for their replays, and nothing reads it until then. So it is copied
-to the host when its last reader in the forward has been called, and copied back ahead of the
-backward, on a stream of its own (the side stream) beside the kernels:
+What segments start from and what kept steps save is there for the backward, and nothing reads it
+until then. So it is copied to the host, as far as a plan says, when its last reader in the forward
+has been called, and copied back ahead of the backward, on a stream of its own (the side stream)
+beside the kernels:
 
     kernels     ... b  |  c        |  d        ...   replay d | backward d  | replay c ...
     host        x_b is copied out, its memory freed  |  x_c comes back      | x_b comes back
 
 The storage stays the same object without memory, so that views and other tensors of it have their
-numbers again when it is back. Only a storage that nothing but segments holds is copied: any other
-would stay on the device. A copy does not round. Where events are, and why:
+numbers again when it is back. Only a storage that nothing but segments and autograd holds is
+copied: any other would stay on the device. A copy does not round. Where events are, and why:
 
     kernels -> copy out    what is copied has been computed
     copy out -> kernels    its memory is freed, and given to others, when it has been copied
@@ -26,6 +27,7 @@ tensors there is none. While a graph is captured, nothing is copied.
 
 import contextlib
 import functools
+import math
 import mmap
 import os
 import sys
@@ -46,13 +48,11 @@ from zoo.engine.devices import is_capturing, synchronize
 from zoo.engine.operands import External
 from zoo.engine.replay import without_modes
 from zoo.engine.segments import Segment
-from zoo.engine.tensor_state import alive, is_plain
+from zoo.engine.tensor_state import alive, gone, is_plain
 from zoo.planner.costs import LEAST_OFFLOADED
 
 # bytes of a slab: few calls for large tensors, and little that is left over at the end
 SLAB = 1 << 25
-# how many storages are copied out at a time: their memory is freed when the next one comes
-LEAVING = 1
 
 
 class Slab:
@@ -240,9 +240,15 @@ class OffloadedStorage:
         back      copied back, or read before it went away
     """
 
-    def __init__(self, storage: UntypedStorage, segment: int, transfers: DeviceTransfers) -> None:
-        self.storage, self.size, self.segment = storage, storage.nbytes(), segment
-        self.transfers = transfers
+    def __init__(
+        self,
+        storage: UntypedStorage,
+        item: int,
+        offloading: "Offloading",
+        transfers: DeviceTransfers,
+    ) -> None:
+        self.storage, self.size = storage, storage.nbytes()
+        self.item, self.offloading, self.transfers = item, offloading, transfers
         self.pieces: Sequence[Tensor] = ()
         self.copied: Copied | None = None
         self.is_leaving, self.is_away = True, False
@@ -270,6 +276,7 @@ class OffloadedStorage:
 
     def before_read(self) -> None:
         """Makes the numbers be there for the kernels that are called next."""
+        self.offloading.before_backward(self.item)
         with self.transfers.host.lock:
             if self.is_away:
                 without_modes(self.come_back_here)
@@ -295,52 +302,66 @@ class OffloadedStorage:
 
 
 class Offloading:
-    """What one forward offloads: the external tensors of its segments, once only they are held."""
+    """What one forward offloads: storages that its plan names, once only their holders are left.
+
+    An item is a segment or a kept step. The last one that holds a storage decides whether it
+    leaves, and when it comes back.
+    """
 
     def __init__(self, host: HostMemory) -> None:
         self.host = host
-        self.segments = 0
-        # external tensors by storage, and the last segment that read it
-        self._candidates: dict[int, tuple[int, list[weakref.ref[External]]]] = {}
+        self.item, self._is_offloaded = 0, False
+        # the external tensors of each storage, and the last item of those that shall leave
+        self._holders: dict[int, list[weakref.ref[External]]] = {}
+        self._candidates: dict[int, int] = {}
         self._copied: list[weakref.ref[OffloadedStorage]] = []
-        self._saved: Sequence[External] = ()
+        # the earliest item whose backward has begun
+        self._reached = math.inf
         host.settle()
 
-    def begin(self, saved: Sequence[External]) -> None:
-        """Called before a segment, whose first operation has saved these before its kernel runs."""
-        self._saved = saved
+    def begin(self, is_offloaded: bool) -> None:
+        """Begins an item, after what the program has released since has been copied out."""
+        self.copy_out()
+        self.item, self._is_offloaded, self._reached = self.item + 1, is_offloaded, math.inf
 
-    def add(self, segment: Segment, read: Sequence[External]) -> None:
-        """Adds a segment that has ended, with the external tensors that its kernels read."""
-        self.segments += 1
-        segment.offloading = self, self.segments
-        saved, self._saved = self._saved, ()
-        for external in (*read, *saved):
-            if _may_be_alone(external):
-                key = id(external.home())
-                _, others = self._candidates.get(key, (0, []))
+    def end(self, segment: Segment, read: Sequence[External]) -> None:
+        """Ends a segment, with the external tensors that its kernels read."""
+        segment.offloading = self, self.item
+        self.add(read)
+
+    def add(self, externals: Sequence[External]) -> None:
+        """Adds external tensors that the current item holds."""
+        for external in externals:
+            if (storage := _home(external)) is not None:
+                key = id(storage)
+                others = self._holders.setdefault(key, [])
                 if all(external is not other for other in alive(others)):
                     others.append(weakref.ref(external))
-                self._candidates[key] = self.segments, others
+                if self._is_offloaded:
+                    self._candidates[key] = self.item
+                else:
+                    self._candidates.pop(key, None)
 
     def copy_out(self) -> None:
         """Copies out what the program has released since."""
-        for key, (segment, references) in [*self._candidates.items()]:
-            externals = alive(references)
-            if not externals:
-                del self._candidates[key]
-            elif _are_alone(externals):
-                del self._candidates[key]
-                without_modes(self._leave, externals, segment)
+        leaving = []
+        for key, item in [*self._candidates.items()]:
+            held = [one for one in alive(self._holders[key]) if id(_home(one)) == key]
+            if not held or _are_alone(held):
+                del self._candidates[key], self._holders[key]
+                if held and not is_capturing(held[0].tensor.device):
+                    leaving.append((held, item))
+        if leaving:
+            # the memory of those before them is freed now, theirs when others leave
+            self.host.settle()
+        for held, item in leaving:
+            without_modes(self._leave, held, item)
 
-    def _leave(self, externals: Sequence[External], segment: int) -> None:
+    def _leave(self, externals: Sequence[External], item: int) -> None:
         storage = externals[0].tensor.untyped_storage()
-        if is_capturing(storage.device):
-            return
         transfers = self.host.on(storage.device)
         with self.host.lock, _as_bytes():
-            transfers.settle(LEAVING - 1)
-            offloaded = OffloadedStorage(storage, segment, transfers)
+            offloaded = OffloadedStorage(storage, item, self, transfers)
             offloaded.leave()
             if not offloaded.pieces:
                 self.host.is_full = True
@@ -351,13 +372,17 @@ class Offloading:
             transfers.moving.append(offloaded)
         self._copied.append(weakref.ref(offloaded))
 
-    def before_replay(self, segment: int) -> None:
-        """Copies back what a segment needs, and then what the one before it needs."""
+    def before_backward(self, item: int) -> None:
+        """Copies back what an item needs, and then what the one before it needs, the first time."""
+        if item < self._reached:
+            self._reached = item
+            without_modes(self._come_back, item)
+
+    def _come_back(self, item: int) -> None:
         copied = alive(self._copied)
-        earlier = (offloaded.segment for offloaded in copied if offloaded.segment < segment)
-        first = max(earlier, default=segment)
+        first = max((one.item for one in copied if one.item < item), default=item)
         for offloaded in reversed(copied):
-            if offloaded.is_away and offloaded.segment >= first:
+            if offloaded.is_away and offloaded.item >= first:
                 offloaded.come_back_here()
 
 
@@ -386,14 +411,17 @@ def _as_bytes() -> Iterator[None]:
         yield
 
 
-def _may_be_alone(external: External) -> bool:
-    """Returns whether a storage is worth a copy, and is none that the program holds in any case."""
-    tensor, home = external.tensor, external.home()
-    if home is None or type(tensor) not in (Tensor, FakeTensor) or not is_plain(tensor):
-        return False
+def _home(external: External) -> UntypedStorage | None:
+    """Returns the storage if it is worth a copy, and none that the program holds in any case."""
+    tensor = external.tensor
+    if type(tensor) not in (Tensor, FakeTensor) or not is_plain(tensor):
+        return None
+    home = tensor.untyped_storage()
+    is_another = external.home is not gone and external.home() is not home
     is_parameter = external.original is not None and isinstance(external.original(), Parameter)
     is_large = home.nbytes() >= LEAST_OFFLOADED
-    return is_large and external.copy is None and home.resizable() and not is_parameter
+    stays = is_another or is_parameter or external.copy is not None
+    return home if is_large and home.resizable() and not stays else None
 
 
 def _are_alone(externals: Sequence[External]) -> bool:

@@ -87,7 +87,8 @@ class PlannedBranch:
         visits: index of the operator at which each call of a block begins.
         sizes: bytes that each operator returned.
         room: how many times these bytes each may return under this plan.
-        offloads: whether the host holds what its segments start from, where offloading is on.
+        offloads: the steps of which the host holds, where offloading is on, what they save, or what
+            the segment starts from that begins with them.
         has_backward: whether a backward runs within the forward.
         arrivals: where a forward by this plan was at each block, once known.
     """
@@ -98,7 +99,7 @@ class PlannedBranch:
     visits: dict[Visit, int]
     sizes: Sequence[int] = ()
     room: float = math.inf
-    offloads: bool = True
+    offloads: frozenset[int] = frozenset()
     has_backward: bool = False
     arrivals: Sequence[Arrival] = ()
 
@@ -114,7 +115,8 @@ class PlannedBranch:
         self.switches = {
             start: path
             for start, path, other in zip(self.boundaries, self.paths, before, strict=False)
-            if path != other
+            # between kept steps, too, storages are copied out
+            if path != other or (self.offloads and not path)
         }
 
     def serves(self, operators: Sequence[Operator], sizes: Mapping[int, int]) -> bool:
@@ -132,9 +134,13 @@ class PlannedBranch:
         """Whether the plan recomputes nothing."""
         return not any(self.paths)
 
+    def step_at(self, index: int) -> int:
+        """Returns the step of an operator."""
+        return bisect.bisect_right(self.boundaries, index) - 1
+
     def path_at(self, index: int) -> Path:
         """Returns the segments around an operator."""
-        return self.paths[bisect.bisect_right(self.boundaries, index) - 1]
+        return self.paths[self.step_at(index)]
 
 
 def fastest_branch(
@@ -168,7 +174,7 @@ class Conductor(Recorder):
         operators: those dispatched so far, if there is no branch.
         visits: as in `PlannedBranch`, if there is no branch.
         hooks: saved-tensor hooks of the forward: the engine's, or others that wrap them.
-        offloading: what segments start from and the host holds until the backward, if `host` does.
+        offloading: what the host holds until the backward, if `host` does.
     """
 
     def __init__(
@@ -210,7 +216,7 @@ class Conductor(Recorder):
             and all(branch.operators is self._kept.operators for branch in branches)
         )
         self._modes = 0  # how many modes there were when the forward began
-        # external tensors that the operation whose kernel comes next has saved
+        # external tensors that the operation whose kernel comes next has saved, if some may leave
         self._saved_ahead: list[External] = []
         # the arguments of a switch that waits for the forward's own thread
         self._waiting: tuple[Path, bool] | None = None
@@ -244,7 +250,9 @@ class Conductor(Recorder):
             self._measure(out)
         if thread.conductor is self:
             self._sequence = sequence_number()
-            self._saved_ahead.clear()
+            if self._saved_ahead and self.offloading is not None:
+                self.offloading.add(self._saved_ahead)
+                self._saved_ahead.clear()
         return out
 
     def before_write(self, tensor: Tensor) -> None:
@@ -280,7 +288,7 @@ class Conductor(Recorder):
             if is_other or self.outgrown:
                 self._switch_branches([*branch.operators[:index], func])
             elif index in branch.switches:
-                self._switch_segments(branch.switches[index])
+                self._switch_segments(branch.switches[index], at=index)
         if self._waiting is not None:
             self._switch_segments(*self._waiting)
 
@@ -321,7 +329,8 @@ class Conductor(Recorder):
         branch = fastest_branch(self.branches, operators, sizes)
         if branch is not None:
             self.branch, self.sizes, self.outgrown = branch, sizes, False
-            self._switch_segments(branch.path_at(self.index - 1), fresh=True)
+            at = self.index - 1
+            self._switch_segments(branch.path_at(at), fresh=True, at=at)
             return
         self.synchronized, self.lost = False, True
         self._switch_segments((-1,) if self.depth else ())
@@ -378,12 +387,18 @@ class Conductor(Recorder):
             self._switch_segments(())
 
     def note_saved(self, external: External) -> None:
-        """Notes what is saved before a kernel that may be the first of a segment, not after one."""
-        if self.offloading is not None and sequence_number() > self._sequence:
+        """Notes what is saved before a kernel that may be the first of an item, or after one."""
+        if self.offloading is None:
+            return
+        if sequence_number() > self._sequence:
             self._saved_ahead.append(external)
+        else:
+            self.offloading.add([external])
 
-    def _switch_segments(self, path: Path, fresh: bool = False) -> None:
+    def _switch_segments(self, path: Path, fresh: bool = False, at: int | None = None) -> None:
         """Closes and opens segments until those of a path are open; `fresh` reopens all of them.
+
+        `at` is the operator that comes next.
 
         A backward inside of the forward runs on the device's thread, which has the modes of the
         forward's thread but not its segments: a switch there waits until the forward goes on.
@@ -399,13 +414,11 @@ class Conductor(Recorder):
             for handle in pending:
                 without_modes(handle.keep)
         for _ in self.path[shared:]:
-            # a kept step may have saved what the segment before it reads
-            self._close(kept=() if path else self._saved_ahead)
+            self._close()
         if self.offloading is not None and not shared:
-            self._copy_out(self.offloading)
-            if path:
-                kept = (handle.external for handle in pending)
-                self.offloading.begin([*filter(None, kept), *self._saved_ahead])
+            self.offloading.begin(self._is_offloaded(self.index if at is None else at))
+            # kept for the operation whose kernel comes next
+            self._saved_ahead += filter(None, (handle.external for handle in pending))
         for _ in path[shared:]:
             thread.segment = Segment(thread.segment)
         if shared and thread.segment is not None:
@@ -424,22 +437,26 @@ class Conductor(Recorder):
         elif top_saved_tensors_hooks(False) is None and are_saved_tensors_hooks_enabled():
             self.hooks.__enter__()
 
-    def _copy_out(self, offloading: Offloading) -> None:
-        """Copies to the host what the program has released, unless the plan does without."""
-        if self.branch is None or self.branch.offloads:
-            offloading.copy_out()
+    def _is_offloaded(self, index: int) -> bool:
+        """Returns whether the host shall hold what the item that begins with an operator holds."""
+        if self.branch is None or not self.branch.offloads:
+            return self.branch is None
+        return not self.synchronized or self.branch.step_at(index) in self.branch.offloads
 
-    def _close(self, kept: Sequence[External] = ()) -> None:
-        """Closes the innermost segment; `kept` is not offloaded for it."""
+    def _close(self) -> None:
+        """Closes the innermost segment."""
         segment = thread.segment
         assert segment is not None, "a path has a segment for each number"
         segment.end, thread.segment = segment.recording.count, segment.parent
         if segment.parent is None:
-            read = [one for one in segment.recording.storages.externals if one.is_read]
+            references = [
+                weakref.ref(one) for one in segment.recording.storages.externals if one.is_read
+            ]
             prune(segment)
+            # without those that only kernels read which no replay calls
+            read = alive(references)
             if self.offloading is not None:
-                own = [one for one in read if all(one is not other for other in kept)]
-                self.offloading.add(segment, own)
+                self.offloading.end(segment, read)
             for external in read:
                 if (home := external.home()) is not None:
                     self._readers[id(home)].append(weakref.ref(external))
@@ -501,7 +518,7 @@ class Conductor(Recorder):
             self._close()
         thread.conductor = None
         if self.offloading is not None:
-            self._copy_out(self.offloading)
+            self.offloading.copy_out()
 
 
 def conducts() -> bool:

@@ -356,7 +356,7 @@ def replay_for(handle: Handle) -> None:
 def _replay_segment(segment: Segment, request: Request) -> None:
     if segment.offloading is not None:
         offloading, number = segment.offloading
-        offloading.before_replay(number)
+        offloading.before_backward(number)
     inputs = segment.inputs or {}
     waiting = request.waiting(segment)
     needs = {part: request.inputs_of(part) for part in segment.inner() if part.inputs is None}

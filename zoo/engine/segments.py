@@ -43,8 +43,8 @@ Scheduled = RecordedKernel | Value
 class SegmentListener(Protocol):
     """Brings storages back from the host (`host_memory.Offloading`)."""
 
-    def before_replay(self, segment: int) -> None:
-        """Called before a segment is replayed."""
+    def before_backward(self, item: int) -> None:
+        """Called before the backward of an item of a plan."""
 
 
 class Segment:
@@ -66,7 +66,7 @@ class Segment:
         self.scheduled_for = -1
         # tensors that the replay of the enclosing segment made for this one, and their versions
         self.inputs: dict[Value, tuple[Tensor, int]] | None = None
-        # the storages that its forward has copied to the host, and the number of this segment there
+        # what its forward has copied to the host, and the number of this segment there
         self.offloading: tuple[SegmentListener, int] | None = None
         if parent is None:
             SEGMENTS.add(weakref.ref(self, _drop_segment))

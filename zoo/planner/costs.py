@@ -164,7 +164,8 @@ class Simulation:
     moment: Moment  # the first tick at the peak
     offloaded: int = 0  # bytes that are copied to the host until the backward
     waited_seconds: float = 0.0  # in which kernels wait for copies
-    # for each step, what is copied there of that from which a segment starts with it
+    # for each step, what is copied there of what it saves, or of that from which a segment starts
+    # with it
     on_host: tuple[int, ...] = ()
 
 
@@ -179,22 +180,29 @@ AT_ONCE = CopyRate()
 
 
 def simulate(
-    plan: Plan, costs: StepCosts, *, offload: int = 0, copies: CopyRate = AT_ONCE
+    plan: Plan,
+    costs: StepCosts,
+    *,
+    offloads: Collection[int] = (),
+    steps: int | None = None,
+    copies: CopyRate = AT_ONCE,
 ) -> Simulation:
     """Computes the costs of a plan, without running it.
 
-    In the forward of the first `offload` steps, those of the model, what segments start from is
-    copied to the host until the backward reaches them, as `engine.host_memory` has it: the copy of
-    one storage is under way when that of the next begins, and what a segment needs is copied back
-    as the one behind it is recomputed. Where copies take longer than the kernels beside them, these
-    wait.
+    What a kept step in `offloads` saves, and what a segment starts from whose first step is in it,
+    is copied to the host until the backward reaches them, as `engine.host_memory` has it: the last
+    item that holds a storage decides; the copies of storages are under way until others leave; and
+    what an item needs is copied back as the backward reaches the one behind it. Where copies take
+    longer than the kernels beside them, these wait. Nothing leaves after the first `steps` steps,
+    those of the model (default: all).
 
     Raises:
         PlanError: the plan is for another number of steps.
     """
     plan.check(len(costs))
     clock = _Clock(costs)
-    clock.offloading = _Offloading(clock, offload, copies) if offload else None
+    if offloads:
+        clock.offloading = _Offloading(clock, frozenset(offloads), steps, copies)
     clock.run(plan)
     clock.hold_forward_only(len(costs))
     if clock.offloading is not None:
@@ -494,67 +502,77 @@ class _Clock:
 
 
 class _Offloading:
-    """Storages on the host: those that nothing holds but segments, which start from them."""
+    """Storages on the host: those that nothing holds but segments and kept steps."""
 
-    def __init__(self, clock: _Clock, steps: int, copies: CopyRate) -> None:
-        self.clock, self.steps, self.copies = clock, steps, copies
-        # by the first step of the last segment that starts from them
+    def __init__(
+        self, clock: _Clock, chosen: frozenset[int], steps: int | None, copies: CopyRate
+    ) -> None:
+        self.clock, self.chosen, self.copies = clock, chosen, copies
+        self.steps = len(clock.costs) if steps is None else steps
+        # by the first step of the last item that holds them
         self.bytes = [0] * len(clock.costs)
         # the time of the kernels, for how long they have waited, and when the copies end
         self.now = self.waited = self.copied = 0.0
         self.ends: dict[int, float] = {}
-        # how many segments hold a storage, and the first step of the last of these
-        self.segments: dict[int, int] = {}
-        self.last_reader: dict[int, int] = {}
-        # the storage whose copy is under way, and those without memory on the device
-        self.leaving: int | None = None
+        # how many items hold a storage, and the first step of the last of these
+        self.holders: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+        # storages that shall leave, those whose copies are under way, and those without memory on
+        # the device
+        self.candidates: dict[int, None] = {}
+        self.leaving: list[int] = []
         self.away: set[int] = set()
 
     def held_by(self, item: Item) -> frozenset[int]:
-        """Returns what may lie on the host of what an item holds: nothing of a kept step's.
-
-        Another rule, which brute force compares with this one, takes kept steps, too.
-        """
+        """Returns what an item holds until its backward."""
         if isinstance(item, int):
-            return frozenset()
+            return self.clock.costs.saved[item]
         return self.clock.inputs(item) | self.clock.kept_by(item)
 
     def add(self, item: Item) -> None:
         """Adds an item whose forward is over."""
+        first = item if isinstance(item, int) else next(indices(item))
         for storage in self.held_by(item):
             if self.clock.costs.sizes[storage] >= LEAST_OFFLOADED:
-                self.segments[storage] = self.segments.get(storage, 0) + 1
-                self.last_reader[storage] = _steps(item)[0]
+                self.holders[storage] = self.holders.get(storage, 0) + 1
+                self.last[storage] = first
+                if first in self.chosen:
+                    self.candidates[storage] = None
+                else:
+                    self.candidates.pop(storage, None)
 
     def copy_out(self, step: int) -> None:
-        """Copies out what only segments hold when a step of the model begins, or the model ends."""
-        costs = self.clock.costs
+        """Copies out what only items hold when a step of the model begins, or the model ends."""
+        costs, holders = self.clock.costs, self.clock.holders
         needed = costs.live[step] | costs.returned
-        for storage, count in [*self.segments.items()] if step <= self.steps else ():
-            if self.clock.holders[storage] == count and storage not in needed:
-                del self.segments[storage]
-                self.bytes[self.last_reader[storage]] += costs.sizes[storage]
-                if self.leaving is not None:
-                    self.wait(self.leaving)
-                    self.away.add(self.leaving)
-                    self.clock.held_bytes -= costs.sizes[self.leaving]
-                self.leaving = storage
-                self.copy(storage)
+        leaving = [
+            storage
+            for storage in (self.candidates if step <= self.steps else ())
+            if holders[storage] == self.holders[storage] and storage not in needed
+        ]
+        if leaving:
+            for storage in self.leaving:
+                self.wait(storage)
+                self.away.add(storage)
+                self.clock.held_bytes -= costs.sizes[storage]
+            self.leaving = leaving
+        for storage in leaving:
+            del self.candidates[storage]
+            self.bytes[self.last[storage]] += costs.sizes[storage]
+            self.copy(storage)
 
     def come_back(self, item: Item) -> None:
-        """Copies back what a segment needs, and what the one before it does."""
-        if isinstance(item, int) and not self.held_by(item):
-            return
-        own = _steps(item)[0]
-        leaving = [] if self.leaving is None else [self.leaving]
-        readers = [self.last_reader[storage] for storage in (*self.away, *leaving)]
-        first = max((reader for reader in readers if reader < own), default=own)
-        for storage in sorted(self.away, key=self.last_reader.__getitem__, reverse=True):
-            if self.last_reader[storage] >= first:
-                self.away.remove(storage)
-                self.clock.held_bytes += self.clock.costs.sizes[storage]
-                self.copy(storage)
-        for storage in self.held_by(item):
+        """Copies back what an item needs, and what the one before it does."""
+        own = item if isinstance(item, int) else next(indices(item))
+        if self.bytes[own] or not isinstance(item, int):
+            before = (self.last[storage] for storage in (*self.away, *self.leaving))
+            first = max((reader for reader in before if reader < own), default=own)
+            for storage in sorted(self.away, key=self.last.__getitem__, reverse=True):
+                if self.last[storage] >= first:
+                    self.away.remove(storage)
+                    self.clock.held_bytes += self.clock.costs.sizes[storage]
+                    self.copy(storage)
+        for storage in self.held_by(item) if self.ends else ():
             if storage in self.ends:
                 self.wait(storage)
 

@@ -187,12 +187,12 @@ class Plan(tuple[Item, ...]):
 class RoomyPlan(NamedTuple):
     """A plan, and how many times as large tensors may get until it breaks a budget in bytes.
 
-    `offload`: where offloading is on, it is for this plan, too.
+    `offloads`: the first steps of the items that the host holds.
     """
 
     plan: Plan
     room: float = math.inf
-    offload: bool = True
+    offloads: frozenset[int] = frozenset()
 
 
 def indices(item: Item) -> Iterator[int]:

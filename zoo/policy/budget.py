@@ -17,7 +17,7 @@ it, and so do the workspaces of cuBLAS, so that a budget limits `torch.cuda.max_
 import functools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from operator import attrgetter
@@ -41,6 +41,7 @@ from zoo.planner.costs import (
     simulate,
 )
 from zoo.planner.least_memory import least_memory
+from zoo.planner.offload_choices import COUNT, choices, segments_of
 from zoo.planner.plan import Item, Plan, RoomyPlan, falling, thinned
 from zoo.policy.plan_report import FixedBytes, Frontier, PeakBytes, PlanReport, Point
 from zoo.profiling.caching_allocator import Rounding, rounding_of, with_rests
@@ -66,8 +67,11 @@ MOST = 10
 DEEPEST = 64
 # the least ratio between the rooms of two plans for larger inputs
 ROOMIER = 1.2
+# steps that the search for items to offload simulates in all: some seconds
+SIMULATED_STEPS = 300_000
 
 Budget = int | float | str
+OffloadOption = bool | Collection[int]
 Overhead = float | str
 BUDGETS = (
     f"{SIZES}, a share of the baseline's peak as 0.6 or '60%', or 'device' for what is free there"
@@ -76,29 +80,43 @@ BUDGETS = (
 
 @dataclass(frozen=True)
 class Offload:
-    """Whether what segments start from lies on the host until the backward.
+    """Whether a part of what the backward needs lies on the host until then.
 
-    `host_budget`: the most bytes there; None for as many as that takes.
+    Attributes:
+        is_on: whether it may.
+        host_budget: the most bytes there; None for as many as that takes.
+        items: the first steps of the items that are offloaded; None for those that a planner
+            chooses for a budget, and for all segments of a plan that is made for none.
     """
 
     is_on: bool = False
     host_budget: int | None = None
+    items: frozenset[int] | None = None
 
     @classmethod
-    def of(cls, offload: bool, host_budget: int | str | None) -> "Offload":
+    def of(cls, offload: OffloadOption, host_budget: int | str | None) -> "Offload":
         """Reads the options of a user.
 
         Raises:
-            ArgumentError: a budget without offloading, or in a wrong form.
+            ArgumentError: steps that are no numbers, a budget without offloading, or in a wrong
+                form.
         """
+        items = None if isinstance(offload, bool) else _steps(offload)
+        is_on = offload is True or bool(items)
         if host_budget is None:
-            return cls(bool(offload))
-        if not offload:
+            return cls(is_on, None, items)
+        if not is_on:
             raise ArgumentError(
                 f"host_budget={shortened(host_budget)} limits what offload=True copies to the "
                 "host; pass both, or leave it out"
             )
-        return cls(True, parse_bytes(host_budget, "host_budget"))
+        return cls(True, parse_bytes(host_budget, "host_budget"), items)
+
+    def of_plan(self, plan: Plan) -> frozenset[int]:
+        """Returns the items of a plan that was made for no budget."""
+        if not self.is_on:
+            return frozenset()
+        return segments_of(plan) if self.items is None else self.items
 
     def allows(self, needed: int) -> bool:
         """Returns whether the host may hold so many bytes."""
@@ -119,14 +137,24 @@ class Offload:
 NO_OFFLOAD = Offload()
 
 
+def _steps(offload: Collection[int]) -> frozenset[int]:
+    steps = None if isinstance(offload, str) or not isinstance(offload, Iterable) else [*offload]
+    if steps is None or any(type(step) is not int or step < 0 for step in steps):
+        raise ArgumentError(
+            f"offload={shortened(offload)} is neither True nor False, nor the steps that a report "
+            "names, as report.offloads"
+        )
+    return frozenset(steps)
+
+
 @dataclass(frozen=True, eq=False)
 class StepPlanner:
     """Plans one traced training step: its costs, its best plans, the plan for a budget.
 
     The options are those of `zoo.plan`. `counted_optimizer` has the bytes of the optimizer and
-    `kernels` the costs of each different kernel, if they are known. With `offload` a plan is the
-    best of those that are the best without, and with what their segments start from on the host,
-    of these, of the schemes and of equal numbers of blocks.
+    `kernels` the costs of each different kernel, if they are known. With `offload` the plans are
+    those that are the best without, the schemes and equal numbers of blocks, each with nothing and
+    with several sets of its items on the host (`planner.offload_choices`).
     """
 
     model: nn.Module
@@ -282,7 +310,8 @@ class StepPlanner:
             if self.offload.host_budget is not None and point.offloaded:
                 room = min(room, self.offload.host_budget / point.offloaded)
             if room >= (plans[-1].room * ROOMIER if plans else 1):
-                plans.append(RoomyPlan(self.of_model(point).plan, room, point.offloaded > 0))
+                offloads = frozenset(point.offloads)
+                plans.append(RoomyPlan(self.of_model(point).plan, room, offloads))
         return plans
 
     @property
@@ -317,7 +346,8 @@ class StepPlanner:
         best = self.points if best is None else best
         steps = self.costs.blocks, self.outline.whole, lambda: self.costs
         classic = {name: schemes.named(name, *steps) for name in schemes.NAMES}
-        named = (self._point(_loss_kept(plan, self.steps), name) for name, plan in classic.items())
+        kept = {name: _loss_kept(plan, self.steps) for name, plan in classic.items()}
+        named = (self._point(p, name, self.offload.of_plan(p)) for name, p in kept.items())
         others = (point for point in named if self.offload.allows(point.offloaded))
         during = self._resident + least_possible(self.costs_with_gradients)
         return Frontier(
@@ -329,15 +359,15 @@ class StepPlanner:
             self.made_for,
         )
 
-    def point(self, plan: Plan, *, offloads: bool = True) -> Point:
-        """Predicts what a plan of the model costs; without `offloads` nothing is on the host.
+    def point(self, plan: Plan, offloads: Collection[int] = ()) -> Point:
+        """Predicts what a plan of the model costs, with items on the host.
 
         Raises:
             PlanError: it is for another number of steps.
         """
         plan.check(self.steps)
         whole = Plan([*plan, *range(self.steps, len(self.costs))])
-        return self._point(whole, result=None if offloads else self._kept(whole))
+        return self._point(whole, offloads=offloads)
 
     def bytes_of(self, budget: Budget | None) -> int:
         """Returns a parsed budget in bytes."""
@@ -371,19 +401,26 @@ class StepPlanner:
     def _best(self, simulated: Sequence[Any]) -> list[Point]:
         results = dict(simulated)
         plans = dict.fromkeys(_loss_kept(plan, self.steps) for plan in results)
+        points = [self._point(plan, result=results.get(plan)) for plan in plans]
         if self.offload.is_on:
-            # without offloading, too, which takes no time to copy
-            results = {plan: results.get(plan) or self._kept(plan) for plan in plans}
-            points = [self._point(plan, result=results[plan]) for plan in plans]
-            plans |= dict.fromkeys(_loss_kept(plan, self.steps) for plan in self._flat_plans())
-            offloaded = map(self._point, plans)
-            points += (point for point in offloaded if self.offload.allows(point.offloaded))
-        else:
-            points = [self._point(plan, result=results.get(plan)) for plan in plans]
+            flat = dict.fromkeys(_loss_kept(plan, self.steps) for plan in self._flat_plans())
+            points += self._offloaded([*plans], [*flat])
         return falling(points, attrgetter("time_ratio", "peak"), attrgetter("peak"))[::-1]
 
-    def _kept(self, plan: Plan) -> Simulation:
-        return self.simulate(plan, self.costs_with_gradients, offloads=False)
+    def _offloaded(self, best: Sequence[Plan], flat: Sequence[Plan]) -> Iterator[Point]:
+        """Yields plans with items on the host, as many as can be simulated in seconds."""
+        count = max(2, SIMULATED_STEPS // (COUNT * len(self.costs)))
+        plans = dict.fromkeys([*thinned(best, count), *thinned(flat, max(2, count // 4))])
+        for plan in each("plans with offloading", [*plans]):
+            for offloads in self._sets_of(plan):
+                point = self._point(plan, offloads=offloads)
+                if self._is_offloaded(point):
+                    yield point
+
+    def _sets_of(self, plan: Plan) -> Collection[frozenset[int]]:
+        if self.offload.items is not None:
+            return [self.offload.items]
+        return choices(plan, self.costs_with_gradients, self.steps, self.copies)
 
     def _flat_plans(self) -> Iterator[Plan]:
         """Yields plans whose segments do not nest, which offload the most."""
@@ -393,11 +430,11 @@ class StepPlanner:
         for count in range(2, len(set(blocks)) + 1):
             yield schemes.segments(blocks, count)
 
-    def simulate(self, plan: Plan, costs: StepCosts, *, offloads: bool = True) -> Simulation:
-        """Computes the costs of a plan, with what the host holds unless it offloads nothing."""
-        if not (offloads and self.offload.is_on):
+    def simulate(self, plan: Plan, costs: StepCosts, offloads: Collection[int] = ()) -> Simulation:
+        """Computes the costs of a plan, with items on the host."""
+        if not offloads:
             return simulate(plan, costs)
-        return simulate(plan, costs, offload=self.steps, copies=self.copies)
+        return simulate(plan, costs, offloads=offloads, steps=self.steps, copies=self.copies)
 
     @functools.cached_property
     def copies(self) -> CopyRate:
@@ -420,11 +457,12 @@ class StepPlanner:
         single = schemes.one_by_one(self.costs, self.steps)
         chosen = dict.fromkeys([self.baseline.plan, *thinned(best, MOST), *thinned(single, MOST)])
         shallow = [plan for plan in chosen if plan.depth() <= DEEPEST]
-        points = [self._point(plan, result=self._kept(plan)) for plan in shallow]
+        points = [*map(self._point, shallow)]
         if self.offload.is_on:
-            flat = {_loss_kept(plan, self.steps): None for plan in self._flat_plans()}
-            plans = dict.fromkeys([*shallow, *thinned([*flat], MOST)])
-            points += [p for p in map(self._point, plans) if self._is_offloaded(p)]
+            flat = dict.fromkeys(_loss_kept(plan, self.steps) for plan in self._flat_plans())
+            found = self._offloaded(shallow, thinned([*flat], MOST))
+            by_time = falling(found, attrgetter("time_ratio", "peak"), attrgetter("peak"))
+            points += thinned(by_time, 2 * MOST)
         return sorted(points, key=lambda point: point.time_ratio)
 
     def _is_offloaded(self, point: Point) -> bool:
@@ -447,8 +485,14 @@ class StepPlanner:
         """The plan of least peak that recomputes no step more than once, as `checkpoint=True`."""
         return self._point(_loss_kept(least_memory(self.costs_with_gradients), self.steps))
 
-    def _point(self, plan: Plan, name: str = "optimal", result: Simulation | None = None) -> Point:
-        result = result or self.simulate(plan, self.costs_with_gradients)
+    def _point(
+        self,
+        plan: Plan,
+        name: str = "optimal",
+        offloads: Collection[int] = (),
+        result: Simulation | None = None,
+    ) -> Point:
+        result = result or self.simulate(plan, self.costs_with_gradients, offloads)
         draws = sum(self.costs.draws)
         # random states that segments keep, and one that a replay restores: the same for all plans,
         # as if each kernel that draws had its own segment
@@ -464,11 +508,12 @@ class StepPlanner:
             name,
             result.recomputed_flops / (sum(self.costs.flops) or 1),
             result.offloaded,
+            tuple(step for step, size in enumerate(result.on_host) if size),
         )
 
     def describe(self, point: Point, budget: int | None) -> PlanReport:
         """Returns the report of a point that was chosen for a budget in bytes, or for a time."""
-        result = self.simulate(point.plan, self.costs, offloads=point.offloaded > 0)
+        result = self.simulate(point.plan, self.costs, point.offloads)
         return PlanReport(
             plan=self.of_model(point).plan,
             predicted_peak=point.peak,
@@ -502,7 +547,7 @@ class StepPlanner:
     def at_peak(self, point: Point) -> PeakBytes:
         """Splits the bytes of a plan's peak into categories."""
         fixed, costs = self.fixed, self.costs_with_gradients
-        result = self.simulate(point.plan, costs, offloads=point.offloaded > 0)
+        result = self.simulate(point.plan, costs, point.offloads)
         kept = recomputed = between = 0
         if self._optimizer_peak > self._resident + result.peak:
             phase, gradients, work = "step of the optimizer", fixed.gradients, fixed.scratch

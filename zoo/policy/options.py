@@ -7,6 +7,7 @@ plan in force and keeps it for the inputs that it serves.
 import contextlib
 import functools
 import hashlib
+import json
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -173,11 +174,11 @@ def option_for(
     option = _option_for(checkpoint, memory_budget, max_overhead, step)
     if option is not None and option.report is not None and option.report.offloaded:
         # otherwise it would break the budget that it was made for
-        offload = replace(offload, is_on=True)
+        offload = replace(offload, is_on=True, items=frozenset(option.report.offloads))
     if offload.is_on and option is None:
         raise ArgumentError(
-            "offload=True copies what segments start from to the host, and checkpoint=False has "
-            "none; take checkpoint=True, another option or a budget, or leave offload= out"
+            "offload=True copies what a plan names to the host, and checkpoint=False has none; "
+            "take checkpoint=True, another option or a budget, or leave offload= out"
         )
     return option and replace(option, offload=offload)
 
@@ -231,7 +232,7 @@ class Option:
         max_overhead: of "auto", as a share of the baseline's time.
         report: the report that a given plan comes from; None without one.
         step: what a budget counts beside the model.
-        offload: whether what segments start from lies on the host.
+        offload: what lies on the host until the backward.
     """
 
     checkpoint: Any
@@ -300,7 +301,7 @@ class Option:
             offload=self.offload,
         )
         costs = _with_optimizer_in_backward(planner).costs_with_gradients
-        peak = planner.simulate(chosen.plan, costs).peak
+        peak = planner.simulate(chosen.plan, costs, chosen.offloads).peak
         grows = sum(tensor.nbytes for tensor in planner.inputs) + peak
         if still + grows > report.budget:
             raise BudgetError(
@@ -310,7 +311,7 @@ class Option:
                 "zoo.checkpoint(model, memory_budget=...) does so for each size that comes",
                 report.budget,
             )
-        return [RoomyPlan(chosen.plan, (report.budget - still) / grows if grows else math.inf)]
+        return [chosen._replace(room=(report.budget - still) / grows if grows else math.inf)]
 
     @shown("zoo.checkpoint")
     def _checked_plans(
@@ -321,14 +322,17 @@ class Option:
         planner = replace(planner, offload=self.offload)
         plans = self._unchecked_plans(planner, runs_kernels, has_run)
         plans[0].plan.check(planner.steps)
-        if self.offload.is_on and plans[0].offload:
-            self._check_offload(plans[0].plan, planner, has_run)
+        if self.checkpoint != "auto":
+            plans = [one._replace(offloads=self.offload.of_plan(one.plan)) for one in plans]
+        if self.offload.is_on and (plans[0].offloads or self.checkpoint != "auto"):
+            self._check_offload(plans[0], planner, has_run)
         return plans
 
-    def _check_offload(self, plan: Plan, planner: StepPlanner, has_run: bool) -> None:
+    def _check_offload(self, chosen: RoomyPlan, planner: StepPlanner, has_run: bool) -> None:
         """Refuses a plan that needs more host memory than the budget; warns if it needs none."""
         steps = range(planner.steps, len(planner.costs))
-        offloaded = planner.simulate(Plan([*plan, *steps]), planner.costs).offloaded
+        whole = Plan([*chosen.plan, *steps])
+        offloaded = planner.simulate(whole, planner.costs, chosen.offloads).offloaded
         if not has_run:
             self.offload.check(offloaded, planner.title)
         if not offloaded:
@@ -380,7 +384,7 @@ class Option:
                 what = "%s goes by the plan of the least peak, which breaks its budget: %s"
                 _log.warning(what, type(planner.model).__name__, error)
                 least = planner.of_model(planner.points[0])
-                return [RoomyPlan(least.plan, offload=least.offloaded > 0)]
+                return [RoomyPlan(least.plan, offloads=frozenset(least.offloads))]
             if not is_assumed:
                 raise
             text = f"{error} {assumed[0].upper()}{assumed[1:]}."
@@ -396,7 +400,7 @@ class Option:
         )
         # a share of the baseline, and an overhead, grow with the inputs
         if report.budget is None or isinstance(self.memory_budget, float):
-            return [RoomyPlan(report.plan, offload=report.offloaded > 0)]
+            return [RoomyPlan(report.plan, offloads=frozenset(report.offloads))]
         return planner.plans_with_room(report.budget)
 
 
@@ -472,7 +476,7 @@ def _warn_of_no_saving(option: Any, plan: Plan, planner: StepPlanner) -> None:
         return
     costs = planner.costs_with_gradients
     plain = simulate(Plan.keep_all(len(costs)), costs).peak
-    peak = planner.simulate(plan, costs).peak
+    peak = planner.simulate(plan, costs, planner.offload.of_plan(plan)).peak
     if plain and peak >= plain:
         logged.add(repr(option))
         hint = (
@@ -509,9 +513,13 @@ def _first_decided(request: str, decide: Callable[[], Sequence[RoomyPlan]]) -> S
     if store.check([key]):
         text = store.get(key)
     else:
-        own_plans = "\n".join(f"{room!r} {offload:d} {p.text()}" for p, room, offload in decide())
+        own_plans = "\n".join(
+            f"{room!r} {json.dumps(sorted(offloads), separators=(',', ':'))} {p.text()}"
+            for p, room, offloads in decide()
+        )
         text = store.compare_set(key, "", own_plans)
     lines = (line.split(maxsplit=2) for line in text.decode().splitlines())
     return [
-        RoomyPlan(Plan.parse(plan), float(room), offload == "1") for room, offload, plan in lines
+        RoomyPlan(Plan.parse(plan), float(room), frozenset(json.loads(offloads)))
+        for room, offloads, plan in lines
     ]

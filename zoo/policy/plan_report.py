@@ -154,7 +154,8 @@ class PlanReport:
         kernels_measured: whether each kind of kernel was measured, so that kernel workspaces count.
         device, optimizer, accumulates, holds_outputs: what it was made for.
         offloaded: bytes that the host holds until the backward, beside all others.
-        on_host: for each step, those from which a segment starts with it; empty if there are none.
+        on_host: for each step, those of what it saves, or of what a segment starts from that begins
+            with it; empty if there are none.
         format: how the steps are numbered.
     """
 
@@ -210,9 +211,17 @@ class PlanReport:
         """
         return cls.from_json(read_file(path))
 
+    @property
+    def offloads(self) -> tuple[int, ...]:
+        """The kept steps, and first steps of segments, of which the host holds something."""
+        return tuple(step for step, size in enumerate(self.on_host) if size)
+
     def draw(self) -> str:
-        """Draws the plan, one line per step."""
-        return self.plan.draw(self.names)
+        """Draws the plan, one line per step, with the bytes on the host."""
+        lines = self.plan.draw(self.names).splitlines()
+        for step in self.offloads:
+            lines[step] += f", {format_bytes(self.on_host[step])} on the host"
+        return "\n".join(lines)
 
     def table(self) -> str:
         """Returns the predictions and the peak by category, as text that is also Markdown."""
@@ -306,7 +315,8 @@ class Point:
     """A plan on the frontier, or a scheme: peak of a training step in bytes, time ratio.
 
     `recomputed_share` is a share of the forward's floating-point operations; above 1 if steps are
-    recomputed more than once. `offloaded`: bytes that the host holds until the backward.
+    recomputed more than once. `offloaded`: bytes that the host holds until the backward; `offloads`
+    as in `PlanReport`.
     """
 
     peak: int
@@ -315,6 +325,7 @@ class Point:
     name: str = OPTIMAL
     recomputed_share: float = 0.0
     offloaded: int = 0
+    offloads: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

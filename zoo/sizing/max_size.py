@@ -24,6 +24,7 @@ from zoo.planner.plan import Plan
 from zoo.policy.budget import (
     Budget,
     Offload,
+    OffloadOption,
     Overhead,
     free_on,
     only_in_backward,
@@ -60,7 +61,7 @@ class Largest:
         plan: of the steps.
         predicted_time_ratio: seconds of forward and backward against the baseline's.
         predicted_seconds: of forward and backward on this machine; None if no kernel was measured.
-        offloaded: bytes that the host holds until the backward.
+        offloaded, offloads: what the host holds until the backward, as in `zoo.PlanReport`.
     """
 
     size: int
@@ -72,6 +73,7 @@ class Largest:
     predicted_time_ratio: float
     predicted_seconds: float | None = None
     offloaded: int = 0
+    offloads: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         measured, larger = "not measured", "no larger size works"
@@ -133,7 +135,7 @@ def largest(
     device: str | None = None,
     verify: bool | None = None,
     optimizer_in_backward: bool = False,
-    offload: bool = False,
+    offload: OffloadOption = False,
     host_budget: int | str | None = None,
 ) -> Largest:
     """Finds the largest size whose whole training step fits a budget in bytes.
@@ -298,6 +300,7 @@ class _Search:
             predicted_time_ratio=point.time_ratio,
             predicted_seconds=seconds * point.time_ratio if planner.kernels else None,
             offloaded=point.offloaded,
+            offloads=point.offloads,
         )
 
     def _refusal(self, ran_out: Largest | None, excess: int) -> BudgetError:
@@ -342,7 +345,6 @@ class _Search:
                     fake=False,
                     in_backward=estimates.optimizer_in_backward,
                 )
-                plan = candidate.plan if candidate.plan.depth() else None
-                return step.peak(plan, offload=candidate.offloaded > 0)
+                return step.peak(candidate.plan, candidate.offloads)
             except torch.OutOfMemoryError:
                 return None

@@ -56,7 +56,7 @@ def plan_policy(
                 return planner.least
             report = planner.report(budget if max_overhead is None else None, max_overhead)
             costs = report.predicted_peak, report.predicted_time_ratio
-            return Point(*costs, report.plan, offloaded=report.offloaded)
+            return Point(*costs, report.plan, offloaded=report.offloaded, offloads=report.offloads)
 
         return best
     option = option_of(model) if checkpoint is None else None
@@ -68,11 +68,11 @@ def plan_policy(
 
     @functools.cache
     def decided(planner: StepPlanner) -> Point:
-        plan, offloads = Plan.keep_all(planner.steps), False
+        plan, offloads = Plan.keep_all(planner.steps), frozenset[int]()
         try:
             if option is not None:
                 plan, _, offloads = option.plan_for(planner, runs_kernels=False)
-            return planner.of_model(planner.point(plan, offloads=offloads))
+            return planner.of_model(planner.point(plan, offloads))
         except BudgetError as error:
             if option is None or not option.is_bounded:
                 # the host has no room

@@ -198,16 +198,18 @@ class Tracer(KernelMode):
             return NotImplemented
         if func in QUESTIONS:
             return answer(func, args[0])
-        kwargs, frame = kwargs or {}, sys._getframe(1)
-        is_elsewhere = threading.get_ident() != self.thread
+        kwargs = kwargs or {}
         # kernels that a backward inside the forward replays; the conductor skips them, too
         if thread.replaying:
             return with_present_keys(func, args, kwargs)(*args, **kwargs)
         kernel = kernel_of(func, effects_of(func), args, kwargs)
-        is_extra = not is_counted(func, args, kwargs) or self._is_of_fakes(func, frame)
-        if is_elsewhere or is_extra:
+        if threading.get_ident() != self.thread:
+            # a device's thread of autograd, which has no frames of Python
+            return kernel(*args, **kwargs)
+        frame = sys._getframe(1)
+        if not is_counted(func, args, kwargs) or self._is_of_fakes(func, frame):
             result = kernel(*args, **kwargs)
-            if func is DETACH and self._results and not is_elsewhere:
+            if func is DETACH and self._results:
                 # in place of the result of the latest call, which the program holds by this one
                 self._results[-1].append(weakref.ref(result))
             return result
