@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.planner.test_plan import plans
-from zoo.planner.plan import Item, Plan, RoomyPlan
+from zoo.planner.plan import Item, Plan, RoomyPlan, indices
 from zoo.policy.options import Option
 from zoo.tracing.planned_forward import PatchedForward
 
@@ -50,6 +50,12 @@ def stretched_plan(shape: Shape, steps: int) -> Plan:
     return Plan(fitted(shape.plan))
 
 
+def offloaded_of(plan: Plan) -> frozenset[int]:
+    """Returns two of three items of a plan, kept steps and segments."""
+    items = [item if isinstance(item, int) else next(indices(item)) for item in plan]
+    return frozenset(items) - frozenset(items[2::3])
+
+
 @dataclass(frozen=True)
 class Stretched(Option):
     """An option that fits a drawn plan to the steps that the first training step shows.
@@ -62,8 +68,9 @@ class Stretched(Option):
 
     def plans_for(self, planner: Any, **_: Any) -> list[RoomyPlan]:
         """Returns the plan for the steps of a model."""
-        self.made.append(stretched_plan(self.checkpoint, len(planner.outline)))
-        return [RoomyPlan(self.made[-1])]
+        plan = stretched_plan(self.checkpoint, len(planner.outline))
+        self.made.append(plan)
+        return [RoomyPlan(plan, offloads=offloaded_of(plan) if self.offload.is_on else frozenset())]
 
     def put_in_force(self, model: nn.Module) -> None:
         """Patches the model, whose first training step is traced."""

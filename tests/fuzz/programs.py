@@ -60,7 +60,7 @@ from tests.fuzz.lines import (
     WIDTH,
     WRITES,
 )
-from tests.fuzz.plans import Shape, Stretched, shapes
+from tests.fuzz.plans import Shape, Stretched, offloaded_of, shapes
 from tests.training import Counting, assert_same, frozen, state_of
 from zoo.engine import host_memory, segments
 from zoo.engine.devices import read_streams
@@ -560,7 +560,11 @@ class Cut:
             plan = self.description.plan if len(starts) == len(self.description.cuts) else [(0,)]
             starts = starts if len(starts) == len(self.description.cuts) else []
             self.branch = PlannedBranch(
-                conductor.operators, [0, *starts], Plan(plan), conductor.visits
+                conductor.operators,
+                [0, *starts],
+                Plan(plan),
+                conductor.visits,
+                offloads=frozenset() if self.host is None else offloaded_of(Plan(plan)),
             )
         return result
 
