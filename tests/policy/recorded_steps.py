@@ -4,10 +4,10 @@
 
 `recorded_steps.json` has what was recorded (one run on an NVIDIA H200, torch 2.11.0+cu130, commit
 6b9466f): for each step the budget that was asked for, if any, the prediction of then, and
-`torch.cuda.max_memory_allocated`; for each model the workspaces of its kernels, as zoo measured
-them there, where they were kept. The plans were not kept. A plan of the same model whose prediction
-was about that of the plan that ran stands for it, and `before` is what the code of then predicts
-for that plan. The steps were `loss(model(x)).backward()`, with AdamW or SGD with momentum.
+`torch.cuda.max_memory_allocated`; for each model the workspaces and seconds of its kernels, as zoo
+measured them there, where they were kept. The plans were not kept. A plan of the same model whose
+prediction was about that of the plan that ran stands for it, and `before` is what the code of then
+predicts for that plan. The steps were `loss(model(x)).backward()`, with AdamW or SGD with momentum.
 
 The steps are traced on emulated CUDA (`tests.profiling.cuda_runtime`); no kernel runs.
 """
@@ -25,7 +25,8 @@ RECORDED = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 MODELS: dict[str, dict[str, Any]] = RECORDED["models"]
 # what torch 2.11 holds for a thread on Hopper: for cuBLAS, and for cuBLASLt, which adds a bias, too
 PRODUCT, WITH_BIAS = 32 << 20, 33 << 20
-LONGEST = 500  # characters of a call's text, by which its workspace is kept
+LONGEST = 500  # characters of a call's text, by which its costs are kept
+UNKNOWN = 5e-6  # seconds of a call that was not recorded, where others were
 
 
 class Step(NamedTuple):
@@ -43,7 +44,7 @@ class Step(NamedTuple):
 
 
 def key_of(spec: Any) -> str:
-    """Returns a short name for a kernel call, by which its workspace is kept.
+    """Returns a short name for a kernel call, by which its costs are kept.
 
     The recorded ones were made when a spec said what requires a gradient, not what is conjugate,
     and had its arguments as one of torch's pytrees.
@@ -82,7 +83,7 @@ def steps() -> list[Step]:
 
 def predictions(name: str) -> list[int]:
     """Returns what is predicted for the plans of a model's steps; runs on emulated CUDA."""
-    planner = _planner(name)
+    planner = planner_of(name)
     plans = [step.get("plan") for step in MODELS[name]["steps"]]
     points = [planner.baseline if plan is None else planner.point(_plan(plan)) for plan in plans]
     return [point.peak for point in points]
@@ -94,7 +95,8 @@ def _plan(text: str) -> Any:
     return Plan.parse(text)
 
 
-def _planner(name: str) -> Any:
+def planner_of(name: str) -> Any:
+    """Returns a planner of a model's step by its recorded costs; runs on emulated CUDA."""
     # imported late, since only the process on emulated CUDA needs torch's CUDA
     import contextlib  # noqa: PLC0415
 
@@ -104,7 +106,7 @@ def _planner(name: str) -> Any:
     from zoo.profiling import step_profile  # noqa: PLC0415
 
     def recorded(specs: Any, *_: Any, **__: Any) -> list[Any]:
-        return [spec and _costs(spec, MODELS[name]["workspaces"]) for spec in specs]
+        return [spec and _costs(spec, MODELS[name]) for spec in specs]
 
     step_profile.measure_kernels = recorded
     build, inputs, loss, make = _setups()[name]
@@ -118,12 +120,13 @@ def _planner(name: str) -> Any:
         return planner_for(model, inputs, optimizer=make, loss=loss, holds_outputs=False)
 
 
-def _costs(spec: Any, workspaces: dict[str, int]) -> Any:
+def _costs(spec: Any, model: dict[str, Any]) -> Any:
     from zoo.profiling.kernel_costs import PRODUCTS, KernelCosts  # noqa: PLC0415
 
     operator = spec.operator.rpartition(".")[0]
     held = WITH_BIAS if operator == "aten.addmm" else PRODUCT if operator in PRODUCTS else 0
-    return KernelCosts(1.0, workspaces.get(key_of(spec), 0), held)
+    key, seconds = key_of(spec), model.get("seconds", {})
+    return KernelCosts(seconds.get(key, UNKNOWN), model["workspaces"].get(key, 0), held)
 
 
 def _setups() -> dict[str, tuple[Any, Any, Any, Any]]:
