@@ -84,7 +84,7 @@ GIVEN = "was given other memory"
 # in the refusal of a plan for an operator without a derivative, which no gradient need reach
 WITHOUT_DERIVATIVE = "RuntimeError: derivative for _foreach_copy_ is not implemented). Where"
 # torch leaks a result that `save_on_cpu` packs on the CPU, and what `register_multi_grad_hook` has
-LEAKING = ("on the cpu", "hooked together")
+LEAKING = ("on the cpu", "hook of two")
 BRANCHES = ("by a number", "by the step", "by chance", "twice")
 AROUND: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "in a segment": contextlib.nullcontext,
