@@ -151,9 +151,8 @@ def anatomy(
         device: "meta" runs nothing real, but fake tensors of the model's device. Meta inputs or
             parameters imply it.
         optimizer_in_backward: both steps are trained so; without an optimizer by plain SGD.
-        offload: what segments of `checkpoint` start from lies on the host until the backward, and
-            the timeline has these bytes beside the device's. A plan of the model's own keeps its
-            own setting.
+        offload: as in `zoo.checkpoint`, with `checkpoint`; the timeline has the host's bytes beside
+            the device's. A plan of the model's own keeps its own setting.
 
     Raises:
         ArgumentError: no module; a plan for what cannot be traced.

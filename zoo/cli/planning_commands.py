@@ -32,7 +32,7 @@ IN_BACKWARD = {
     "--optimizer-in-backward": "the optimizer steps in the backward and frees each gradient "
     "(zoo.optimizer_in_backward)"
 }
-OFFLOAD = {"--offload": "what segments start from lies on the host until the backward"}
+OFFLOAD = {"--offload": "what the backward needs may lie on the host until then"}
 # options of the commands that plan
 PLANNED = {
     **MODEL,

@@ -324,7 +324,7 @@ class Option:
         plans[0].plan.check(planner.steps)
         if self.checkpoint != "auto":
             plans = [one._replace(offloads=self.offload.of_plan(one.plan)) for one in plans]
-        if self.offload.is_on and (plans[0].offloads or self.checkpoint != "auto"):
+        if self.offload.is_on:
             self._check_offload(plans[0], planner, has_run)
         return plans
 
@@ -336,11 +336,15 @@ class Option:
         if not has_run:
             self.offload.check(offloaded, planner.title)
         if not offloaded:
-            what = (
-                "offload=True copies nothing of %s to the host: its plan has no two segments of "
-                "which the first starts from %s or more that nothing else holds"
+            what = "offload=True copies nothing of %s to the host: %s"
+            why = (
+                "without, its budget costs as little time"
+                if self.checkpoint == "auto"
+                else "nothing but what is below %s, or held by something else, could go. A budget "
+                "chooses among all plans"
             )
-            _log.warning(what, type(planner.model).__name__, format_bytes(LEAST_OFFLOADED))
+            why %= () if self.checkpoint == "auto" else format_bytes(LEAST_OFFLOADED)
+            _log.warning(what, type(planner.model).__name__, why)
 
     def _unchecked_plans(
         self, planner: StepPlanner, runs_kernels: bool, has_run: bool

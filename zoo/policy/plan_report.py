@@ -255,8 +255,8 @@ class PlanReport:
         """Draws the plan over its steps into a file (.svg, .png, .pdf) or a matplotlib Axes.
 
         The bar of a step, or of a block where there are many, is as high as the bytes that it
-        saves, and colored by how often it runs; on it are those on the host from which a segment
-        starts there. Below are the segments, nested ones below those around them. A file also gets
+        saves, and colored by how often it runs; on it are those on the host, of a kept step or of
+        what a segment starts from. Below are the segments, nested ones below those around them. A file also gets
         the peak by category.
 
         Raises:

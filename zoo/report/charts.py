@@ -262,15 +262,18 @@ def plan_chart(plan: Plan, steps: Mapping[str, Any]) -> Chart:
     """Shows the bytes that each step saves, colored by how often it runs, and the segments below.
 
     `steps` holds "names", "blocks" (their numbers) and "saved" (bytes), an entry for each step, and
-    "on_host" (bytes that are offloaded) if there are any.
+    "on_host" (bytes that are offloaded, of what a step saves or a segment starts from) if there are
+    any.
     """
     names, saved, lines = [*map(visible, steps["names"])], steps["saved"], lines_of(steps)
     axis, depth, on_host = step_axis(names, steps["blocks"]), plan.depth(), steps.get("on_host")
-    both = [*map(sum, zip(saved, on_host, strict=True))] if on_host else saved
+    runs = [min(count, len(RUNS)) for count in plan.runs()]
+    # from which segments start, beside what their steps save
+    beside = [size * (count > 1) for size, count in zip(on_host or saved, runs, strict=True)]
+    both = [*map(sum, zip(saved, beside, strict=True))] if on_host else saved
     most = max((sum(both[step] for step in column) for column in axis.columns), default=0)
     divisor, unit = unit_of(most)
     height = most / divisor or 1.0
-    runs = [min(count, len(RUNS)) for count in plan.runs()]
     tops = [0] * len(axis.columns)
     layers = []
     for count in sorted(set(runs)):
@@ -290,7 +293,7 @@ def plan_chart(plan: Plan, steps: Mapping[str, Any]) -> Chart:
         name = f"{words}: {number} step{'s' * (number != 1)}"
         layers.append(Bars(color=color, name=name, boxes=boxes, tips=tips))
     if on_host:
-        layers.append(_host_bars(on_host, tops, axis, divisor))
+        layers.append(_host_bars(on_host, beside, tops, axis, divisor))
     # rows below zero: the segments within 0, 1, ... other segments
     thickness = height * min(0.05, 0.4 / max(depth, 1))
     for level in range(depth):
@@ -314,12 +317,21 @@ def plan_chart(plan: Plan, steps: Mapping[str, Any]) -> Chart:
     )
 
 
-def _host_bars(on_host: Sequence[int], tops: Sequence[int], axis: StepAxis, divisor: int) -> Bars:
-    """Returns the bytes on the host from which segments start, on top of other bars."""
+def _host_bars(
+    on_host: Sequence[int],
+    beside: Sequence[int],
+    tops: Sequence[int],
+    axis: StepAxis,
+    divisor: int,
+) -> Bars:
+    """Returns the bytes on the host: of kept steps as a part of their bars, others on top."""
     boxes, sizes = [], []
-    for low, column in zip(tops, axis.columns, strict=True):
+    for top, column in zip(tops, axis.columns, strict=True):
         if size := sum(on_host[step] for step in column):
-            boxes.append((*_sides(column, axis, GAP), *_scaled((low, low + size), divisor)))
+            high = top + sum(beside[step] for step in column)
+            boxes.append(
+                (*_sides(column, axis, GAP), *_scaled((max(0, high - size), high), divisor))
+            )
             sizes.append(format_bytes(size))
     name = f"on the host: {format_bytes(sum(on_host))}"
     return Bars(color="on-host", name=name, boxes=boxes, tips={"on the host": sizes})
