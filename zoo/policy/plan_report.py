@@ -256,8 +256,8 @@ class PlanReport:
 
         The bar of a step, or of a block where there are many, is as high as the bytes that it
         saves, and colored by how often it runs; on it are those on the host, of a kept step or of
-        what a segment starts from. Below are the segments, nested ones below those around them. A file also gets
-        the peak by category.
+        what a segment starts from. Below are the segments, nested ones below those around them. A
+        file also gets the peak by category.
 
         Raises:
             ArgumentError: matplotlib is not installed, or a file of no known kind.
