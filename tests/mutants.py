@@ -147,6 +147,11 @@ GUARDS = {
         Value.is_untouched: always self""",
     "test_fingerprint pitfalls/test_unseen_writes": """
         Value.has_version: always holder version version""",
+    "../accelerator/test_offload test_host_memory": """
+        Offloading.add: drop append others, drop pop
+        Conductor.note_saved: drop add
+        Conductor.__torch_dispatch__: drop add _saved_ahead
+        Conductor._is_offloaded: always offloads step_at""",
     "test_host_memory": """
         OffloadedStorage.leave: drop wait_for_kernels
         OffloadedStorage.come_back: drop wait_for_kernels, drop resize_, drop append
@@ -157,8 +162,9 @@ GUARDS = {
         Slab.piece: drop used, drop add
         External._unchanged: drop before_read
         Offloading.__init__: drop settle
-        Offloading._leave: drop settle, drop append moving
-        Offloading.before_replay: drop come_back_here
+        Offloading._leave: drop append moving
+        Offloading.copy_out: drop settle, always _are_alone
+        Offloading._come_back: drop come_back_here
         HostMemory.room: without allocated
         host_memory._are_alone: always first, always all
         host_memory._holders: without storage getrefcount""",
