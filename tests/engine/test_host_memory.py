@@ -6,6 +6,7 @@ pytest --device soft tests/engine/test_host_memory.py     streams that are async
 
 import copy
 import gc
+import linecache
 import pickle
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -486,20 +487,27 @@ def test_what_is_read_without_a_replay_comes_back() -> None:
 
 
 class InCopies(Interrupt):
-    """Interrupts lines of offloading."""
+    """Interrupts lines of offloading, with streams but for those of a `with`.
+
+    A trace that interrupts the end of one keeps its lock, which the thread of a backward waits for.
+    """
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         return self.line if frame.f_code.co_filename == host_memory.__file__ else None
 
+    def line(self, frame: FrameType, event: str, _: Any) -> Any:
+        """Is called before each line."""
+        text = linecache.getline(host_memory.__file__, frame.f_lineno).lstrip()
+        is_left_out = HAS_STREAMS and text.startswith("with ")
+        return self.line if is_left_out else super().line(frame, event, _)
+
 
 # of a file that an interrupt left open
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("plan", ["blocks", "0-3 (4-6) 7-9"])
+@pytest.mark.parametrize("plan", ["0-3 (4-6) 7-9", *["blocks"] * (not HAS_STREAMS)])
 def test_an_interrupt_at_any_line_loses_no_slab_and_no_number(
     monkeypatch: pytest.MonkeyPatch, plan: str
 ) -> None:
-    if HAS_STREAMS:
-        pytest.skip("a trace that interrupts the end of a `with` keeps its lock from other threads")
     monkeypatch.setattr(host_memory, "SLAB", 3 * STATE // 4)
     model = Net()
     del model.blocks[3:]
@@ -524,9 +532,13 @@ def test_an_interrupt_at_any_line_loses_no_slab_and_no_number(
     allocated = host_of(model).allocated
     every.during(first_step)
     times = {place: time for time, place in enumerate(every.places)}
-    assert len(times) > 100
+    # the thread of a backward is not traced, as Ctrl-C does not reach it
+    assert len(times) > (50 if HAS_STREAMS else 100)
     for place, time in times.items():
         InCopies(time).during(first_step)
+        if HAS_STREAMS:
+            # the frames of the interrupt are in a cycle
+            gc.collect()
         assert state_of_thread() == before, place
         assert_same(frozen(step()), expected)
         assert (held(model), host_of(model).allocated) == (0, allocated), place
