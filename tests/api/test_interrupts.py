@@ -118,6 +118,18 @@ def test_the_plans_found_so_far_are_on_the_exception(
     assert set(found.optimal[:-1]) & set(whole.optimal)
 
 
+def test_an_interrupt_while_offloading_is_searched_loses_no_plan(interrupt: Interrupt) -> None:
+    model, inputs = Residuals(blocks=6), images(64, 4, 32)
+    kept = zoo.frontier(model, inputs, device="a100")
+    interrupt("plans with offloading", 20)
+    with pytest.raises(Interrupted, match="best plans of Residuals") as told:
+        zoo.frontier(model, inputs, device="a100", offload=True)
+    found = told.value.found
+    assert any(point.offloaded for point in found.optimal)
+    for point in kept.optimal:
+        assert any(p.peak <= point.peak and p.time_ratio <= point.time_ratio for p in found.optimal)
+
+
 def test_before_a_first_plan_there_is_nothing(interrupt: Interrupt) -> None:
     interrupt("searching plans", 2)
     with pytest.raises(KeyboardInterrupt) as told:

@@ -390,27 +390,38 @@ class StepPlanner:
     @functools.cached_property
     def points(self) -> list[Point]:
         """The best plans by rising peak and falling time."""
+        found: list[Point] = []
         with shown(self.title):
             try:
-                return self._best(optimal_planner().frontier(self.costs_with_gradients, each=each))
-            except Interrupted as error:
-                best = self._best(error.found)
+                costs = self.costs_with_gradients
+                found += self._without_offloading(optimal_planner().frontier(costs, each=each))
+                if self.offload.is_on:
+                    # one by one, so that an interrupt loses none
+                    for point in self._offloaded([point.plan for point in found]):
+                        found.append(point)
+            except KeyboardInterrupt as error:
+                if isinstance(error, Interrupted):
+                    found += self._without_offloading(error.found)
+                if not found:
+                    raise
+                best = _best(found)[::-1]
                 text = f"interrupted; {len(best)} of the best plans of {self.title} were found"
                 raise Interrupted(text, self.frontier(best)) from None
+        return _best(found)[::-1]
 
-    def _best(self, simulated: Sequence[Any]) -> list[Point]:
+    def _without_offloading(self, simulated: Sequence[Any]) -> list[Point]:
         results = dict(simulated)
         plans = dict.fromkeys(_loss_kept(plan, self.steps) for plan in results)
-        points = [self._point(plan, result=results.get(plan)) for plan in plans]
-        if self.offload.is_on:
-            flat = dict.fromkeys(_loss_kept(plan, self.steps) for plan in self._flat_plans())
-            points += self._offloaded([*plans], [*flat])
-        return falling(points, attrgetter("time_ratio", "peak"), attrgetter("peak"))[::-1]
+        return [self._point(plan, result=results.get(plan)) for plan in plans]
 
-    def _offloaded(self, best: Sequence[Plan], flat: Sequence[Plan]) -> Iterator[Point]:
-        """Yields plans with items on the host, as many as can be simulated in seconds."""
+    def _offloaded(self, best: Sequence[Plan]) -> Iterator[Point]:
+        """Yields plans with items on the host, as many as can be simulated in seconds.
+
+        They are the best ones without, and some whose segments do not nest.
+        """
+        flat = dict.fromkeys(_loss_kept(plan, self.steps) for plan in self._flat_plans())
         count = max(2, SIMULATED_STEPS // (COUNT * len(self.costs)))
-        plans = dict.fromkeys([*thinned(best, count), *thinned(flat, max(2, count // 4))])
+        plans = dict.fromkeys([*thinned(best, count), *thinned([*flat], max(2, count // 4))])
         for plan in each("plans with offloading", [*plans]):
             for offloads in self._sets_of(plan):
                 point = self._point(plan, offloads=offloads)
@@ -459,10 +470,7 @@ class StepPlanner:
         shallow = [plan for plan in chosen if plan.depth() <= DEEPEST]
         points = [*map(self._point, shallow)]
         if self.offload.is_on:
-            flat = dict.fromkeys(_loss_kept(plan, self.steps) for plan in self._flat_plans())
-            found = self._offloaded(shallow, thinned([*flat], MOST))
-            by_time = falling(found, attrgetter("time_ratio", "peak"), attrgetter("peak"))
-            points += thinned(by_time, 2 * MOST)
+            points += thinned(_best(self._offloaded(shallow)), 2 * MOST)
         return sorted(points, key=lambda point: point.time_ratio)
 
     def _is_offloaded(self, point: Point) -> bool:
@@ -563,6 +571,11 @@ class StepPlanner:
         parts = *same, gradients, kept, recomputed, between, work
         reserve = point.peak - sum(parts) - fixed.libraries
         return PeakBytes(phase, *parts, reserve, fixed.libraries)
+
+
+def _best(points: Iterable[Point]) -> list[Point]:
+    """Returns the points than which none has both less time and a smaller peak; fastest first."""
+    return falling(points, attrgetter("time_ratio", "peak"), attrgetter("peak"))
 
 
 def ways_out(least: int, others: Sequence[str], optimizer: OptimizerBytes) -> str:
