@@ -62,8 +62,7 @@ class RankReport:
     """A plan and its predicted cost on each rank.
 
     Attributes:
-        world_size: the number of ranks.
-        strategy: how the model is spread over them.
+        world_size, strategy: what it was made for.
         predicted_peak: bytes of the whole training step at its peak, on rank 0.
         baseline_peak: the same of the baseline.
         budget: bytes, None where time was given.
@@ -141,13 +140,12 @@ def plan_rank(
 ) -> RankReport:
     """Finds the plan of least time whose training step keeps to a budget on each of many ranks.
 
-    The ranks are simulated by a fake process group and fake tensors: nothing of the model's size is
-    allocated. Bytes are those of rank 0, as the device's allocator counts them, with cuBLAS's
-    workspaces and without those of other kernels. Some twenty plans are compared, so that a faster
-    one may be missed.
+    The ranks are simulated: nothing of the model's size is allocated. Bytes are those of rank 0, as
+    the device's allocator counts them, with cuBLAS's workspaces and without those of other kernels.
+    Some twenty plans are compared, so that a faster one may be missed.
 
     Args:
-        model: whole, not spread over ranks; may be on the meta device. A copy is spread.
+        model: whole; a copy is spread.
         inputs: of one rank: its part of the batch.
         world_size: the number of ranks.
         strategy: "fsdp2" shards each block and then the whole (ZeRO-3, arXiv:1910.02054), "ddp"
@@ -157,7 +155,7 @@ def plan_rank(
         max_overhead, optimizer, loss, device: as in `zoo.plan`; kernels are never timed, and time
             is without communication.
         optimizer_in_backward: not by "ddp".
-        offload, host_budget: as in `zoo.plan`, for each rank.
+        offload, host_budget: for each rank.
 
     Raises:
         ArgumentError: a forward that cannot be traced, a model that is spread already, no such

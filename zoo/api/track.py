@@ -143,13 +143,12 @@ def anatomy(
 
     Args:
         model: in the mode of the training, with or without a plan of its own.
-        inputs: a tensor, a tuple or a dict of keyword arguments, real or on the meta device.
-        optimizer: that of `zoo.plan`; None takes no step.
+        inputs: as in `zoo.plan`.
+        optimizer: as in `zoo.plan`; None takes no step.
         loss: as in `zoo.plan`; by default a scalar or an output named `loss`, else the sum of the
             means of all floating outputs.
         checkpoint: what `zoo.create` takes, in place of the model's own.
-        device: "meta" runs nothing real, but fake tensors of the model's device. Meta inputs or
-            parameters imply it.
+        device: "meta" runs fake tensors alone. Meta inputs or parameters imply it.
         optimizer_in_backward: both steps are trained so; without an optimizer by plain SGD.
         offload: as in `zoo.checkpoint`, with `checkpoint`; the timeline has the host's bytes beside
             the device's. A plan of the model's own keeps its own setting.

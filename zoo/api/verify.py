@@ -63,8 +63,8 @@ def verify(
 ) -> Report:
     """Trains copies of a model with and without `checkpoint=` and compares every bit.
 
-    The model is left as it was: weights, gradients, buffers, attributes, flags, random state. Four
-    short trainings of copies take place, two at a time. Under autocast it verifies autocast.
+    The model is left as it was. Four short trainings of copies take place, two at a time. Under
+    autocast it verifies autocast.
 
     Args:
         model: in the mode of the training; plans of its own, and of modules in it, are ignored.
@@ -74,7 +74,7 @@ def verify(
         steps: training steps to compare.
         loss: as in `zoo.plan`; by default a sum of all floating outputs, each element with a weight
             of its own.
-        optimizer: that of `zoo.plan`; SGD with momentum by default.
+        optimizer: as in `zoo.plan`; SGD with momentum by default.
         optimizer_in_backward: trains the copy with a plan so; compares optimizer state, too.
         cuda_graph: trains the copy with a plan by `zoo.make_graphed_step`, until `steps` steps were
             replays.

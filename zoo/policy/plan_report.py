@@ -151,7 +151,7 @@ class PlanReport:
         names, blocks, saved: for each step, its name, its block's number, the bytes that it is the
             first to save.
         title: the model and its inputs.
-        kernels_measured: whether each kind of kernel was measured, so that kernel workspaces count.
+        kernels_measured: whether kernels were measured, so that their workspaces count.
         device, optimizer, accumulates, holds_outputs: what it was made for.
         offloaded: bytes that the host holds until the backward, beside all others.
         on_host: for each step, those of what it saves, or of what a segment starts from that begins
@@ -332,17 +332,13 @@ class Point:
 class Frontier(Sequence[Point]):
     """The best plans by rising peak and falling time, then the classic schemes: a sequence.
 
-    Peaks are bytes of a whole training step, time ratios those of forward and backward against the
-    baseline's.
-
     Attributes:
-        points: the plans.
+        points: the plans, each with `name`, `plan`, `peak` (bytes of a whole training step) and
+            `time_ratio` (of forward and backward against the baseline's).
         baseline: the plan without recomputation, time ratio 1.
         lower_bound: bytes that no schedule of whole steps goes below without offloading: what no
             plan changes, plus the largest single step or the optimizer's.
-        title: the model and its inputs.
-        kernels_measured: whether each kind of kernel was measured, so that kernel workspaces count.
-        device: that it was made for, as in `PlanReport`.
+        title, kernels_measured, device: as in `PlanReport`.
     """
 
     points: tuple[Point, ...]
