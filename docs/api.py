@@ -22,7 +22,7 @@ TARGET = ROOT / "docs" / "api.md"
 HEADER = """\
 # API
 
-[Index](README.md) · [Guide](guide.md) · [Recipes](recipes.md) · [Exactness](exactness.md)
+[Index](README.md)
 
 All that `import zoo` gives, by task. `python docs/api.py` writes this page from the docstrings;
 types of arguments stand in the source. Bytes are ints, times seconds. An argument or an attribute
@@ -90,13 +90,13 @@ GROUPS = (
 )
 # methods that mean the same wherever a class has them
 SHARED = {
-    "to_json": "writes all of it as JSON",
-    "from_json": "reads that",
-    "save": "writes it to a file",
-    "load": "reads that",
+    "to_json": "writes JSON",
+    "from_json": "reads it",
+    "save": "writes a file",
+    "load": "reads it",
     "to_csv": "writes a row for each plan or point",
-    "table": "writes it as text that is also Markdown",
-    "plot": "draws it into a file (.svg, .png, .pdf) or into matplotlib Axes",
+    "table": "writes Markdown",
+    "plot": "draws into a file (.svg, .png, .pdf) or matplotlib Axes",
     "summary": "returns the numbers of the picture",
 }
 
@@ -136,8 +136,7 @@ def _group(group: Group) -> Iterator[str]:
             docstring = ast.get_docstring(ast.parse(file.read_text("utf-8"))) or ""
             if ".integrations." in docstring:
                 yield f"### zoo.integrations.{file.stem}"
-                # what else it says stands in the recipes
-                yield "\n\n".join(docstring.split("\n\n")[:2])
+                yield docstring.partition("\n\n")[0]  # the recipes say the rest
     for name in group.names:
         yield from _entry(f"zoo.{name}", getattr(zoo, name))
 

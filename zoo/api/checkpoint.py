@@ -61,16 +61,15 @@ def checkpoint(
     breaks its budget.
 
     Args:
-        model: any module; a pickle of it holds the option, too.
+        model: any module; its pickle holds the option, too.
         inputs: plans now, for these; under the autocast that the training has, if any.
         steps: names of modules that count as blocks, `["encoder.layers.*"]`.
         optimizer, loss, accumulates, holds_outputs: as in `zoo.plan`. The optimizer is assumed to
             be the one that steps in the backward, or AdamW, with a warning. The loss makes targets
             of each new size.
-        offload: what segments start from lies on the host until the backward, and by a budget what
-            is best of that and of what kept steps save; or the steps that a report names
-            (`report.offloads`).
-        host_budget: the most that lies there, in bytes or as "8GiB".
+        offload: as in `zoo.plan`; without a budget, what segments start from; or the steps that a
+            report names (`report.offloads`).
+        host_budget: as in `zoo.plan`.
 
     Raises:
         ArgumentError: no such option, a model that checkpoints itself or has no forward; at the
@@ -167,6 +166,8 @@ class ModelSteps:
 @shown("zoo.chain_of")
 def chain_of(model: nn.Module, inputs: Inputs, *, steps: Sequence[str] | None = None) -> ModelSteps:
     """Returns the steps, ranges of kernels, that `zoo.checkpoint` finds for inputs like these.
+
+    `steps` names the modules that count as blocks.
 
     Raises:
         ArgumentError: as `checkpoint` does.

@@ -72,7 +72,7 @@ def plan(
             transformers: a sixteenth of a step of GPT-2.
         offload: what segments start from and what kept steps save may lie on the host until the
             backward; a model that gets the report is offloaded, too. A copy of 32 MiB is measured.
-        host_budget: the most bytes there; a plan that needs more is left out.
+        host_budget: the most bytes there, or "8GiB"; a plan that needs more is left out.
 
     Raises:
         ArgumentError: a model that reads numbers which only a real step has, a loss that does not
@@ -110,8 +110,8 @@ def frontier(
 ) -> Frontier:
     """Returns the best plans by rising peak and falling time, then the classic schemes.
 
-    Errors are those of `zoo.plan`. Ctrl-C raises `Interrupted`, whose `found` is the `Frontier` so
-    far.
+    Arguments and errors are those of `zoo.plan`. Ctrl-C raises `Interrupted`, whose `found` is the
+    `Frontier` so far.
     """
     optimal_planner()
     return planner_for(

@@ -63,9 +63,7 @@ class RankReport:
 
     Attributes:
         world_size, strategy: what it was made for.
-        predicted_peak: bytes of the whole training step at its peak, on rank 0.
-        baseline_peak: the same of the baseline.
-        budget: bytes, None where time was given.
+        predicted_peak, baseline_peak, budget: as in `zoo.PlanReport`, on rank 0.
         phase: of the step at the peak: "forward", "backward", "recompute" or "optimizer".
         at_peak: `predicted_peak` by category; "parameters" are shards and gathered ones.
         alone: the plan and its predicted cost in one process that has all of the model.
@@ -152,8 +150,7 @@ def plan_rank(
             keeps all on each rank and gradients in buckets (arXiv:2006.15704); or a function that
             spreads a copy of the model in place, called within a group of `world_size` processes.
         memory_budget: that of `zoo.plan`, for the peak of a rank; not "device".
-        max_overhead, optimizer, loss, device: as in `zoo.plan`; kernels are never timed, and time
-            is without communication.
+        max_overhead, optimizer, loss, device: as in `zoo.plan`; kernels are never timed.
         optimizer_in_backward: not by "ddp".
         offload, host_budget: for each rank.
 
@@ -161,7 +158,7 @@ def plan_rank(
         ArgumentError: a forward that cannot be traced, a model that is spread already, no such
             strategy or bound, or a process group that exists already.
         BudgetError: no plan keeps to the budget, with the least that one needs.
-        OptimizerError: the optimizer cannot step in the backward.
+        OptimizerError: with `optimizer_in_backward`.
     """
     bounds = parse_bounds(memory_budget, max_overhead)
     check_step(model, "planning", loss)

@@ -322,7 +322,7 @@ def make_graphed_step(
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer],
 ) -> GraphedStep:
-    """Makes a CUDA graph of a whole training step, as `torch.cuda.make_graphed_callables` of parts.
+    """Makes a CUDA graph of a whole training step.
 
         train = zoo.make_graphed_step(step, model=model, optimizer=optimizer)
         for images, labels in batches:

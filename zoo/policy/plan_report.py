@@ -144,7 +144,7 @@ class PlanReport:
         budget: bytes; None if a time was given.
         baseline_peak: `predicted_peak` of the baseline.
         least_peak: the least of any plan; beyond 150 steps long segments begin and end at some 400
-            of the states between steps only.
+            states between steps only.
         fixed: bytes that no plan changes.
         at_peak: `predicted_peak` by category.
         flops, recomputed_flops: operations of the forward, and those that are recomputed.
@@ -154,8 +154,7 @@ class PlanReport:
         kernels_measured: whether kernels were measured, so that their workspaces count.
         device, optimizer, accumulates, holds_outputs: what it was made for.
         offloaded: bytes that the host holds until the backward, beside all others.
-        on_host: for each step, those of what it saves, or of what a segment starts from that begins
-            with it; empty if there are none.
+        on_host: those bytes for each step, or for the segment that begins with it; empty if none.
         format: how the steps are numbered.
     """
 

@@ -153,7 +153,7 @@ def largest(
         verify: whether a copy trains two real steps at the size, which is lowered if they take more
             than the budget; by default if kernels were measured and a step takes less than 20
             seconds.
-        optimizer_in_backward: as in `zoo.plan`, for real steps, too.
+        optimizer_in_backward: for real steps, too.
         offload, host_budget: as in `zoo.plan`; by default the model's own, if its plan is.
 
     Raises:
@@ -161,7 +161,7 @@ def largest(
         BudgetError: no size fits the budget, with the least bytes that one needs, or the host's;
             or memory runs out in a real step of the smallest.
         InputError: the model does not take inputs like the sample.
-        OptimizerError: a real step's optimizer cannot step in the backward.
+        OptimizerError: with `optimizer_in_backward`, in a real step.
     """
     check_module(model, "zoo.largest")
     check_loss(loss)
