@@ -25,7 +25,7 @@ FACTS = ("machine", "torch", "cudnn", "commit", "n", "conf", "script", "beside")
 HEAD = """\
 # On a GPU
 
-[Index](README.md) · [Budgets](budgets.md) · [Graphs](cuda-graphs.md) · [Exactness](exactness.md)
+[Index](README.md)
 
 Set `PYTORCH_ALLOC_CONF=expandable_segments:True` before the program starts, since the allocator
 reserves more than it hands out. Capture the step in a [CUDA graph](cuda-graphs.md) where batches
