@@ -22,13 +22,12 @@ TARGET = ROOT / "docs" / "api.md"
 HEADER = """\
 # API
 
-[Index](README.md) · [Guide](guide.md) · [Recipes](recipes.md) · [Exactness](exactness.md)
+[Index](README.md)
 
-All that `import zoo` gives, by task. `python docs/api.py` writes this page from the docstrings; the
-types of arguments stand in the source. Bytes are ints, times seconds. *Inputs* are a tensor, a
-tuple of arguments or a dict of keyword arguments, real or on the meta device. An argument without
-an explanation means what it does in [`zoo.plan`](#zooplan). Every function raises `ArgumentError`
-for what it does not take: the cases stand in its docstring.
+All that `import zoo` gives, by task. `python docs/api.py` writes this page from the docstrings;
+types of arguments stand in the source. Bytes are ints, times seconds. An argument or an attribute
+without an explanation means what it does in [`zoo.plan`](#zooplan) or its report. Every function
+raises `ArgumentError` for what it does not take: the cases stand in its docstring.
 """
 
 
@@ -47,7 +46,10 @@ MODELS = Group(
     "`zoo.create`.",
     ("create", "list_models"),
 )
-INTEGRATIONS = Group("Integrations", "Each needs its library, and is imported by its own name.")
+INTEGRATIONS = Group(
+    "Integrations",
+    "Each needs its library ([recipes](recipes.md#lightning-accelerate-hugging-face-trainer)).",
+)
 ERRORS = Group(
     "Errors",
     "All but `Interrupted` are a `ZooError`, and the built-in exception that Python or torch would "
@@ -81,21 +83,20 @@ GROUPS = (
     INTEGRATIONS,
     Group(
         "Harness",
-        "`zoo compare` and `test_memory_optimized.py` train models with and without a plan "
-        "([command line](command-line.md), [configs](configs.md)). In a test of yours the pytest "
-        'fixture `memory_budget` bounds a block: `with memory_budget("2GiB"): step()`.',
+        "[Command line](command-line.md), [configs](configs.md), [a pytest "
+        "fixture](guide.md#test-memory-in-your-ci).",
     ),
     ERRORS,
 )
 # methods that mean the same wherever a class has them
 SHARED = {
-    "to_json": "writes all of it as JSON",
-    "from_json": "reads that",
-    "save": "writes it to a file",
-    "load": "reads that",
+    "to_json": "writes JSON",
+    "from_json": "reads it",
+    "save": "writes a file",
+    "load": "reads it",
     "to_csv": "writes a row for each plan or point",
-    "table": "writes it as text that is also Markdown",
-    "plot": "draws it into a file (.svg, .png, .pdf) or into matplotlib Axes",
+    "table": "writes Markdown",
+    "plot": "draws into a file (.svg, .png, .pdf) or matplotlib Axes",
     "summary": "returns the numbers of the picture",
 }
 
@@ -124,7 +125,7 @@ def page() -> str:
 def _group(group: Group) -> Iterator[str]:
     yield f"## {group.title}"
     if group.words:
-        yield textwrap.fill(group.words, 100, break_long_words=False)
+        yield textwrap.fill(group.words, 100, break_long_words=False, break_on_hyphens=False)
     if group is ERRORS:
         yield _errors(group.names)
         return
@@ -135,7 +136,7 @@ def _group(group: Group) -> Iterator[str]:
             docstring = ast.get_docstring(ast.parse(file.read_text("utf-8"))) or ""
             if ".integrations." in docstring:
                 yield f"### zoo.integrations.{file.stem}"
-                yield docstring
+                yield docstring.partition("\n\n")[0]  # the recipes say the rest
     for name in group.names:
         yield from _entry(f"zoo.{name}", getattr(zoo, name))
 
@@ -242,7 +243,7 @@ def _first(value: Any) -> str:
 
 def markdown(docstring: str) -> str:
     """Turns a docstring's sections (`Raises:`) into lists; all else is Markdown already."""
-    docstring = re.sub(r"\n {4}[\w, ]+: (?:that|those) of `zoo\.plan`\.(?=\n)", "", docstring)
+    docstring = re.sub(r"\n {4}[\w, ]+: as in `zoo\.plan`\.(?=\n)", "", docstring)
     docstring = re.sub(r"\n {4}ArgumentError: .+(?:\n {8}.+)*", "", docstring)
     docstring = re.sub(r"Raises:\s*\Z", "", docstring)
     return re.sub(

@@ -5,7 +5,7 @@ Both come from the types that validate a config: a JSON schema for editors, tabl
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +75,20 @@ def _key_table(keys: dict[str, Schema]) -> str:
     rows = [
         (
             f"`{key}`",
-            _type_words(schema),
-            f"`{json.dumps(schema['default'])}`" if "default" in schema else "by model",
+            "; ".join(_values(schema)),
             schema["description"],
         )
         for key, schema in keys.items()
     ]
-    return _table(("key", "type", "default", "meaning"), rows)
+    return _table(("key", "type; default", "meaning"), rows)
+
+
+def _values(schema: Schema) -> Iterator[str]:
+    """Yields the type of a key and its default, of a boolean the default alone."""
+    if schema.get("type") != "boolean":
+        yield _type_words(schema)
+    if "default" in schema:
+        yield f"`{json.dumps(schema['default'])}`"
 
 
 def _type_words(schema: Schema) -> str:

@@ -25,15 +25,15 @@ FACTS = ("machine", "torch", "cudnn", "commit", "n", "conf", "script", "beside")
 HEAD = """\
 # On a GPU
 
-[Index](README.md) · [Budgets](budgets.md) · [Graphs](cuda-graphs.md) · [Exactness](exactness.md)
+[Index](README.md)
 
 Set `PYTORCH_ALLOC_CONF=expandable_segments:True` before the program starts, since the allocator
 reserves more than it hands out. Capture the step in a [CUDA graph](cuda-graphs.md) where batches
 are small, since Python then takes longer than the kernels. Run `zoo.verify` once, since some
 kernels do not repeat their own bits.
 
-All numbers are of one run (n = 1, no spread) of a few steps on one GPU, with random inputs.
-Trainings of hours and several GPUs together were not tried. *True* is `checkpoint=True`, *switch*
+All numbers are of one run (n = 1) of a few steps, with random inputs. Trainings of hours and
+several GPUs together were not tried. *True* is `checkpoint=True`, *switch*
 the library's own checkpointing, a *plan* is for the share of the baseline's peak behind its number.
 `make gpu DEVICE=cuda` measures, [gpu.jsonl](gpu.jsonl) holds every row with sizes and versions, and
 `make gpu-page` writes this page.
@@ -42,50 +42,46 @@ the library's own checkpointing, a *plan* is for the share of the baseline's pea
 
 A budget bounds `torch.cuda.max_memory_allocated` of a whole training step. It counts
 
-- parameters, buffers, gradients, inputs, optimizer state, activations and temporaries, in blocks of
-  512 bytes, and the rests of large blocks that nothing else can use;
+- tensors, in blocks of 512 bytes, and the rests of large blocks that nothing else can use;
 - workspaces of kernels, as measured on the device, and two of cuBLAS (32 MiB each on Hopper,
   8.1 MiB elsewhere; `CUBLAS_WORKSPACE_CONFIG` changes that).
 
 It does not count
 
 - gaps: [reserved memory](#reserved-memory) that no block uses;
-- the CUDA context, loaded kernels and NCCL, which are outside of torch's allocator: compare with
-  `nvidia-smi`, and leave room;
+- the CUDA context, loaded kernels and NCCL, which `nvidia-smi` shows;
 - what `torch.backends.cudnn.benchmark = True` tries in the first calls.
 """
 WITHOUT = """\
 ## Planning without the GPU
 
-`device="a100"` counts kernels of the CPU where the model is on the CPU or the meta device. Its
-prediction is too high for attention with dropout (14 times the saved bytes and more), for dropout
-and for RMSNorm. It is too low for convolutions (no workspaces), for cuDNN's LSTM and BatchNorm (no
-reserves), and for `topk`, `index_add` and [others whose results are
-kept](exactness.md#kernels-that-do-not-repeat-themselves). Where CUDA
-calls another number of kernels, as for attention with dropout, the plan does not fit: a report then
-goes block by block, with a warning, and a bare `zoo.Plan` raises `PlanError`. So plan on the GPU,
-without `device=`, before you train there. `python -m tests.profiling.saved_on_cuda` prints what
-each operator saves.
+Plan on the GPU, without `device=`, before you train there. `device="a100"` counts kernels of the
+CPU where the model is on the CPU or the meta device. Its prediction is too high for attention with
+dropout (14 times the saved bytes and more), for dropout and for RMSNorm. It is too low for
+convolutions (no workspaces), for cuDNN's LSTM and BatchNorm (no reserves), and for [operators whose
+results are kept](exactness.md#kernels-that-do-not-repeat-themselves). Where CUDA calls another
+number of kernels, as for attention with dropout, a report goes block by block, with a warning, and
+a bare `zoo.Plan` raises `PlanError`. `python -m tests.profiling.saved_on_cuda` prints what each
+operator saves.
 """
 EXACT = """\
-Compared bit for bit with a baseline of the same weights and seeds: losses, gradients, parameters,
-buffers and random state after three steps. *Deterministic* is
-`torch.use_deterministic_algorithms(True)`.
+Compared bit for bit with a baseline: losses, gradients, parameters, buffers and random state after
+three steps. *Deterministic* is `torch.use_deterministic_algorithms(True)`.
 """
 SPEED = """\
 Milliseconds of an eager training step (median of 7), then allocated/reserved GiB at their peaks;
 reserved includes what earlier steps left. With small batches the GPU waits for Python.
 """
 BUDGETS = """\
-Plans were asked for a share of the baseline's peak, and the models trained by them.
+Plans for a share of the baseline's peak:
 """
 RESERVED = """\
 What runs out is what the allocator has *reserved* (`torch.cuda.max_memory_reserved`), in segments
-with gaps between the blocks in use. Expandable segments close most gaps. No prediction counts them;
-`zoo.track` and the comparison show reserved bytes beside allocated ones.
+with gaps between the blocks in use. Expandable segments close most gaps. `zoo.track` and the
+comparison show reserved bytes beside allocated ones.
 """
 GRAPHS = """\
-Milliseconds of a training step, eager→captured. A replay runs no Python. A script captured these;
+Milliseconds of a training step, eager→captured. A script captured these;
 `make gpu PART=graphs` measures [`zoo.make_graphed_step`](cuda-graphs.md), which no GPU has run yet.
 ResNet-1001 is in float32 here, as its 18.4 GiB show; plans kept the dropouts of GPT-2.
 """
@@ -260,7 +256,7 @@ def budgets(rows: Rows) -> str:
     models = "; ".join(dict.fromkeys(row["case"] for row in taken))
     text = (
         f"{len(kept)} of {len(taken)} plans for shares of {min(shares):g} to {max(shares):g} kept "
-        f"to what was asked. Predicted and taken differ by at most {off:.2%}. Models: {models}."
+        f"to them. Predicted and taken differ by at most {off:.2%}. Models: {models}."
     )
     for row in taken:
         if row not in kept:

@@ -1,12 +1,12 @@
 """Writes docs/pitfalls.md from the docstrings of the tests: `python docs/pitfalls.py`.
 
-A line `what | torch | zoo` of a test's docstring is a row of the page, whose last cell is the test.
+A line `what | torch | zoo` of a test's docstring is an item of the page, which ends with the test.
 """
 
 import ast
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -14,13 +14,14 @@ PAGE = ROOT / "docs" / "pitfalls.md"
 HEAD = """\
 # Pitfalls
 
-[Index](README.md) · [Exactness](exactness.md) · [Errors](errors.md)
+[Index](README.md)
 
-Where a second run of the forward goes wrong, and the test that holds zoo to training without
-checkpointing. *torch* is `torch.utils.checkpoint`, *reentrant* its `use_reentrant=True`; an empty
-cell was not tried. *exact* means the same bits as training without checkpointing. `python
-docs/pitfalls.py` writes this page from the docstrings of the tests;
-[test_torch.py](../tests/engine/pitfalls/test_torch.py) runs two dozen of the programs with both.
+Where a second run of the forward goes wrong with `torch.utils.checkpoint` (*reentrant*: its
+`use_reentrant=True`), and the test that holds zoo to training without checkpointing: with zoo
+everything happens once, and all bits are equal. An item names zoo where there is more to say; where
+it says nothing else, torch was not tried. `python docs/pitfalls.py` writes this page from the
+docstrings of the tests; [test_torch.py](../tests/engine/pitfalls/test_torch.py) runs two dozen of
+the programs with both.
 """
 # the files of a section, in its order
 PITFALLS = "engine/pitfalls"
@@ -43,6 +44,8 @@ SECTIONS = {
     ],
 }
 ISSUES = {"pytorch": "pytorch/pytorch"}
+# what zoo does in most rows, and goes without saying
+USUAL = {"exact", "once", "drawn once", "fire once"}
 
 
 def page() -> str:
@@ -59,14 +62,15 @@ def page() -> str:
         )
     parts, held = [HEAD], []
     for title, names in SECTIONS.items():
-        rows = []
+        items = []
         found = itertools.chain.from_iterable(map(rows_of, map(file_of, names)))
         for what, torch, zoo, test in found:
             if torch == "exact":
-                held.append(f"- {what}{'' if zoo == torch else f' ({zoo})'}: {test}\n")
+                held.append(f"- **{what}**{'' if zoo == torch else f' ({zoo})'} ({test})\n")
             else:
-                rows.append([what, torch, zoo, test])
-        parts.append(f"## {title}\n\n{table(rows)}")
+                own = "" if zoo in USUAL else f"zoo: {zoo}"
+                items.append(f"- **{what}**: {'; '.join(filter(None, (torch, own)))} ({test})\n")
+        parts.append(f"## {title}\n\n{''.join(items)}")
     return "\n".join((*parts, f"## Exact with torch, too\n\n{''.join(held)}"))
 
 
@@ -74,12 +78,6 @@ def file_of(name: str) -> Path:
     """Returns the file that `engine/recording` names: tests/engine/test_recording.py."""
     folder, _, stem = name.rpartition("/")
     return ROOT / "tests" / folder / f"test_{stem}.py"
-
-
-def table(rows: Iterable[Iterable[str]]) -> str:
-    """Writes a table of words: every column begins at the left."""
-    head = ("what", "torch", "zoo", "test"), ("---",) * 4
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (*head, *rows))
 
 
 def rows_of(path: Path) -> Iterator[list[str]]:

@@ -44,37 +44,32 @@ def checkpoint(
 
     - `True`, or nothing: the least peak of the whole step, recomputing no step more than once;
     - `False`: the baseline, no recomputation;
-    - `"auto"`, implied by `memory_budget` or `max_overhead`: the plan of least time within a
-      budget, or of least memory within an overhead, as in `zoo.plan`; with neither, the budget is
-      what is free on the device;
+    - `"auto"`, implied by `memory_budget` or `max_overhead`: as in `zoo.plan`; with neither, the
+      budget is what is free on the device;
     - an int k: k segments of equal numbers of blocks, all but the last recomputed;
     - `"sqrt"`, `"blocks"`, `"cheap"`: a scheme of `zoo.planner.schemes`;
     - a `Plan`, nested tuple or `PlanReport`; also as text, `"(0-1) 2"`, or a file, `"plan.json"`.
 
-    The model's own forward runs, once and as it is written, in `train()` and in `eval()`; a plan
-    decides which of the tensors that it saves stay in memory. A budget, a plan of yours, a number
-    of segments, `inputs=` and zoo's own models are planned for ahead, on fake tensors in a forked
-    process. Otherwise the first training forward runs block by block and is traced, and the plan
-    holds from the next one on. An option that saves nothing says so by a warning.
+    A budget, a plan of yours, a number of segments, `inputs=` and zoo's own models are planned for
+    ahead, on fake tensors in a forked process. Otherwise the first training forward runs block by
+    block and is traced, and the plan holds from the next one on.
 
-    A plan serves inputs of the size that it was made for, smaller ones, and those up to twice as
-    large; others are planned for when they come, up to 8 times for arguments that differ in sizes
-    alone. A training that has begun goes on, with a warning: by the plan of the least peak where
-    none keeps to the budget, and block by block where none is known. A report is refused for inputs
-    by which it breaks its budget.
+    A plan serves inputs of its size, smaller ones, and those up to twice as large; others are
+    planned for when they come, up to 8 times for arguments that differ in sizes alone. A training
+    that has begun goes on, with a warning: by the plan of the least peak where none keeps to the
+    budget, and block by block where none is known. A report is refused for inputs by which it
+    breaks its budget.
 
     Args:
-        model: any module; a pickle of it holds the option, too.
+        model: any module; its pickle holds the option, too.
         inputs: plans now, for these; under the autocast that the training has, if any.
         steps: names of modules that count as blocks, `["encoder.layers.*"]`.
         optimizer, loss, accumulates, holds_outputs: as in `zoo.plan`. The optimizer is assumed to
-            be the one that steps in the backward, or AdamW, with a warning. The loss is called with
-            fake outputs of each new size, and makes targets of that size.
-        offload: what segments start from lies on the host until the backward, and by a budget what
-            is best of that and of what kept steps save; or the steps that a report names
-            (`report.offloads`). On the CPU the host is a memory-mapped file. Tensors of less than
-            64 KiB and what something else holds stay.
-        host_budget: the most that lies there, in bytes or as "8GiB".
+            be the one that steps in the backward, or AdamW, with a warning. The loss makes targets
+            of each new size.
+        offload: as in `zoo.plan`; without a budget, what segments start from; or the steps that a
+            report names (`report.offloads`).
+        host_budget: as in `zoo.plan`.
 
     Raises:
         ArgumentError: no such option, a model that checkpoints itself or has no forward; at the
@@ -137,10 +132,9 @@ def uncheckpoint(model: AnyModule) -> AnyModule:
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """Returns the plan that a model, yours or one of zoo's, ran by in its last training forward.
+    """Returns the plan that a model ran by in its last training forward.
 
-    The plan of a forward that was just traced is in force from the next one on. None before the
-    first and without checkpointing. `zoo.chain_of` names the steps that a plan numbers.
+    None before the first and without checkpointing. `zoo.chain_of` names the steps.
 
     Raises:
         ArgumentError: it is no module.
@@ -171,9 +165,9 @@ class ModelSteps:
 
 @shown("zoo.chain_of")
 def chain_of(model: nn.Module, inputs: Inputs, *, steps: Sequence[str] | None = None) -> ModelSteps:
-    """Returns the steps that `zoo.checkpoint` finds in a model for inputs like these, real or meta.
+    """Returns the steps, ranges of kernels, that `zoo.checkpoint` finds for inputs like these.
 
-    The steps are ranges of its kernels; `steps` names the modules that count as blocks.
+    `steps` names the modules that count as blocks.
 
     Raises:
         ArgumentError: as `checkpoint` does.

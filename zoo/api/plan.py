@@ -58,25 +58,21 @@ def plan(
         max_overhead: instead, `0.2` or `"20%"` asks for the least memory in at most 1.2 times the
             baseline's time.
         optimizer: whose state is counted: `"adamw"`, `"adam"`, `"sgd"` (with momentum), `"none"` or
-            None; a class, a function of the list of parameters, or an optimizer of the model's
-            parameters.
-        loss: a function of the model's output, so that a loss outside of the model counts: `lambda
-            logits: cross_entropy(logits, targets)`. Its targets count as inputs. It is called as in
+            None; a class, a function of the list of parameters, or an optimizer of them.
+        loss: a function of the model's output, so that a loss outside of the model counts, and its
+            targets as inputs: `lambda logits: cross_entropy(logits, targets)`. It is called as in
             `loss(model(x))`: a tuple, dict or dataclass is its one argument.
         device: by default each kind of kernel is measured where the model is. "a100", say,
             estimates for a device that is not here by its peak rates, without kernel workspaces
-            (`zoo.profiling.kernel_costs` lists them). A report warns where its plan trains on
-            another device.
+            (`zoo.profiling.kernel_costs` lists devices).
         optimizer_in_backward: the step is trained with `zoo.optimizer_in_backward`.
         accumulates: the step begins with all gradients, of earlier backwards or zeroed in place.
         holds_outputs: a variable holds what the model returns until the backward is over, as in
             `outputs = model(x)`: True unless `loss` is given. False for the Trainer of
-            transformers, which drops the logits: a sixteenth of a step of GPT-2.
+            transformers: a sixteenth of a step of GPT-2.
         offload: what segments start from and what kept steps save may lie on the host until the
-            backward; a model that gets the report is offloaded, too. A copy of 32 MiB is measured:
-            kernels wait where copies take longer than the kernels beside them. Of all choices some
-            dozens are tried for each of the best plans (`zoo.planner.offload_choices`).
-        host_budget: the most bytes there; a plan that needs more is left out.
+            backward; a model that gets the report is offloaded, too. A copy of 32 MiB is measured.
+        host_budget: the most bytes there, or "8GiB"; a plan that needs more is left out.
 
     Raises:
         ArgumentError: a model that reads numbers which only a real step has, a loss that does not
@@ -114,8 +110,8 @@ def frontier(
 ) -> Frontier:
     """Returns the best plans by rising peak and falling time, then the classic schemes.
 
-    Each point has `peak`, `time_ratio`, `plan` and `name`. Arguments and errors are those of
-    `plan`. Ctrl-C raises `Interrupted`, whose `found` is the `Frontier` so far.
+    Arguments and errors are those of `zoo.plan`. Ctrl-C raises `Interrupted`, whose `found` is the
+    `Frontier` so far.
     """
     optimal_planner()
     return planner_for(

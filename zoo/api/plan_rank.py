@@ -62,11 +62,8 @@ class RankReport:
     """A plan and its predicted cost on each rank.
 
     Attributes:
-        world_size: the number of ranks.
-        strategy: how the model is spread over them.
-        predicted_peak: bytes of the whole training step at its peak, on rank 0.
-        baseline_peak: the same of the baseline.
-        budget: bytes, None where time was given.
+        world_size, strategy: what it was made for.
+        predicted_peak, baseline_peak, budget: as in `zoo.PlanReport`, on rank 0.
         phase: of the step at the peak: "forward", "backward", "recompute" or "optimizer".
         at_peak: `predicted_peak` by category; "parameters" are shards and gathered ones.
         alone: the plan and its predicted cost in one process that has all of the model.
@@ -141,29 +138,27 @@ def plan_rank(
 ) -> RankReport:
     """Finds the plan of least time whose training step keeps to a budget on each of many ranks.
 
-    The ranks are simulated by a fake process group and fake tensors: nothing of the model's size is
-    allocated. Bytes are those of rank 0, as the device's allocator counts them, with cuBLAS's
-    workspaces and without those of other kernels. Some twenty plans are compared, so that a faster
-    one may be missed.
+    The ranks are simulated: nothing of the model's size is allocated. Bytes are those of rank 0, as
+    the device's allocator counts them, with cuBLAS's workspaces and without those of other kernels.
+    Some twenty plans are compared, so that a faster one may be missed.
 
     Args:
-        model: whole, not spread over ranks; may be on the meta device. A copy is spread.
+        model: whole; a copy is spread.
         inputs: of one rank: its part of the batch.
         world_size: the number of ranks.
         strategy: "fsdp2" shards each block and then the whole (ZeRO-3, arXiv:1910.02054), "ddp"
             keeps all on each rank and gradients in buckets (arXiv:2006.15704); or a function that
             spreads a copy of the model in place, called within a group of `world_size` processes.
         memory_budget: that of `zoo.plan`, for the peak of a rank; not "device".
-        max_overhead, optimizer, loss, device: as in `zoo.plan`; kernels are never timed, and time
-            is without communication.
+        max_overhead, optimizer, loss, device: as in `zoo.plan`; kernels are never timed.
         optimizer_in_backward: not by "ddp".
-        offload, host_budget: as in `zoo.plan`, for each rank.
+        offload, host_budget: for each rank.
 
     Raises:
         ArgumentError: a forward that cannot be traced, a model that is spread already, no such
             strategy or bound, or a process group that exists already.
         BudgetError: no plan keeps to the budget, with the least that one needs.
-        OptimizerError: the optimizer cannot step in the backward.
+        OptimizerError: with `optimizer_in_backward`.
     """
     bounds = parse_bounds(memory_budget, max_overhead)
     check_step(model, "planning", loss)

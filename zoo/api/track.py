@@ -63,13 +63,12 @@ def track(
         print(timeline)
 
     The timeline is filled when the block ends, also by an exception; a decorated function has its
-    latest one as `timeline`. Real tensors on any device and fake ones are tracked. For
-    `timeline.reserved_peak` torch's peak counters are reset.
+    latest one as `timeline`. torch's peak counters are reset, for `timeline.reserved_peak`.
 
     Args:
-        model: its parameters, buffers, steps and modules name the bytes.
+        model: its modules name the bytes.
         optimizer: its state counts from the start, that of any other from its first step on.
-        inputs: tensors in any nesting, counted from the start even where nothing reads them.
+        inputs: tensors in any nesting, which count from the start.
         allocator: on the CPU, also records the allocator's own events by torch's profiler, for
             kernel workspaces; not inside of another profiler. TORCH_CPP_LOG_LEVEL=ERROR stops lines
             on stderr about memory blocks "allocated before".
@@ -143,20 +142,18 @@ def anatomy(
 
     Args:
         model: in the mode of the training, with or without a plan of its own.
-        inputs: a tensor, a tuple or a dict of keyword arguments, real or on the meta device.
-        optimizer: that of `zoo.plan`; None takes no step.
+        inputs: as in `zoo.plan`.
+        optimizer: as in `zoo.plan`; None takes no step.
         loss: as in `zoo.plan`; by default a scalar or an output named `loss`, else the sum of the
             means of all floating outputs.
-        checkpoint: what `zoo.create` takes, in place of the model's own.
-        device: "meta" runs nothing real, but fake tensors of the model's device. Meta inputs or
-            parameters imply it.
+        checkpoint: as in `zoo.checkpoint`, in place of the model's own.
+        device: "meta" runs fake tensors alone. Meta inputs or parameters imply it.
         optimizer_in_backward: both steps are trained so; without an optimizer by plain SGD.
-        offload: as in `zoo.checkpoint`, with `checkpoint`; the timeline has the host's bytes beside
-            the device's. A plan of the model's own keeps its own setting.
+        offload: as in `zoo.checkpoint`, with `checkpoint`; the timeline has the host's bytes, too.
 
     Raises:
         ArgumentError: no module; a plan for what cannot be traced.
-        OptimizerError: the optimizer cannot step in the backward.
+        OptimizerError: with `optimizer_in_backward`.
     """
     check_step(model, "an anatomy", loss)
     if device not in (None, "meta"):

@@ -63,18 +63,18 @@ def verify(
 ) -> Report:
     """Trains copies of a model with and without `checkpoint=` and compares every bit.
 
-    The model is left as it was: weights, gradients, buffers, attributes, flags, random state. Four
-    short trainings of copies take place, two at a time. Under autocast it verifies autocast.
+    The model is left as it was. Four short trainings of copies take place, two at a time. Under
+    autocast it verifies autocast.
 
     Args:
         model: in the mode of the training; plans of its own, and of modules in it, are ignored.
         inputs: as in `zoo.plan`, or a function of the training step's number, from 0 on. Gradients
             of inputs that require them are compared.
-        checkpoint: what `zoo.create` takes.
+        checkpoint: as in `zoo.checkpoint`.
         steps: training steps to compare.
         loss: as in `zoo.plan`; by default a sum of all floating outputs, each element with a weight
             of its own.
-        optimizer: that of `zoo.plan`; SGD with momentum by default.
+        optimizer: as in `zoo.plan`; SGD with momentum by default.
         optimizer_in_backward: trains the copy with a plan so; compares optimizer state, too.
         cuda_graph: trains the copy with a plan by `zoo.make_graphed_step`, until `steps` steps were
             replays.
@@ -82,10 +82,10 @@ def verify(
 
     Raises:
         ArgumentError: no module, or other arguments that cannot be verified.
-        DeterminismError: torch has no deterministic algorithm for an operator of the model.
-        GraphError: the training step cannot be a CUDA graph.
-        OptimizerError: this optimizer cannot step in the backward.
-        RecomputeError: the engine itself refuses to train this model.
+        DeterminismError: with `deterministic`, if an operator has no such algorithm.
+        GraphError: with `cuda_graph`, if the step cannot be one.
+        OptimizerError: with `optimizer_in_backward`.
+        RecomputeError: the engine refuses to train this model.
     """
     check_step(model, "verify", loss)
     if type(steps) is not int or steps < 1:

@@ -64,9 +64,9 @@ def create(
     that torchvision, timm or transformers publish, through that library.
 
     Another library's model has its library before its name: `"timm/convnext_tiny"`,
-    `"torchvision/resnet50"`, `"monai/UNet"`, `"transformers/GPT2LMHeadModel"`, whose configuration
-    has its defaults and no cache. The arguments are those of the library's own factory or
-    configuration. Nothing is looked up in a hub.
+    `"torchvision/resnet50"`, `"monai/UNet"`, `"transformers/GPT2LMHeadModel"` (without a cache).
+    The arguments are those of the library's own factory or configuration. Nothing is looked up in a
+    hub.
 
     Raises:
         ModelNameError: no such model or library; the message offers the nearest names.

@@ -322,36 +322,19 @@ def make_graphed_step(
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer],
 ) -> GraphedStep:
-    """Makes a CUDA graph of a whole training step, as `torch.cuda.make_graphed_callables` of parts.
-
-        optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
-
-        def step(images, labels):
-            loss = cross_entropy(model(images), labels)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
+    """Makes a CUDA graph of a whole training step.
 
         train = zoo.make_graphed_step(step, model=model, optimizer=optimizer)
         for images, labels in batches:
             losses.append(train(images.cuda(), labels.cuda()))
 
-    Each call is one training step, bit for bit the one that `step` would have been. The first three
-    calls with batches of a kind (shapes, types, plain values) run eagerly; the next one is
-    captured, and from then on the graph is replayed without Python. A rare kind, such as the last
-    batch of an epoch, runs eagerly. Eight graphs are kept, in one pool of memory.
-
-    Before each replay all is compared that Python may have read; where it differs, the call runs
-    eagerly (docs/cuda-graphs.md). A learning rate that changes in each step has to be a tensor on
-    the device, which schedulers fill: AdamW takes one with `capturable=True`, SGD with
-    `fused=True`. Random numbers of the device advance as in eager steps.
-
-    The batch is on the device; what is returned is detached, and no later call changes it. On a
-    device without graphs the step runs as it is.
+    Each call is one training step, bit for bit the one that `step` would have been: eager, captured
+    or replayed, as docs/cuda-graphs.md says. Eight graphs are kept, in one pool of memory. Random
+    numbers of the device advance as in eager steps. On a device without graphs the step runs as it
+    is.
 
     Args:
-        step: takes a batch and does all of a training step; what it calls stays as it is.
+        step: takes a batch on the device and does all of a training step.
         model: the model that it trains, or several.
         optimizer: the optimizer that it steps, or several.
 

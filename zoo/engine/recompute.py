@@ -82,9 +82,8 @@ def recompute(
 
     A drop-in for `torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)` that is
     exact: outputs, gradients, running statistics and random streams are bit for bit those of the
-    plain call. The function runs once; the backward replays the kernels that it called. Equal only
-    up to rounding are a few functions, such as `torch.linalg.svdvals` of what needs no gradient,
-    that torch computes by another formula below any dispatch mode: docs/exactness.md lists them.
+    plain call. The function runs once; the backward replays the kernels that it called. A few
+    functions are equal up to rounding only: docs/exactness.md lists them.
 
     Raises:
         ArgumentError: `use_reentrant=True`, whose forward goes without a graph.

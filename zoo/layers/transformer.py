@@ -24,7 +24,7 @@ class TransformerBlock(nn.Module):
     `width` is C, `heads` divides it, the perceptron is `mlp_ratio` times as wide; `causal` masks
     later tokens. `attention_drop_rate` drops attention weights, `drop_rate` what each branch adds,
     `drop_path_rate` whole samples. `activation` is "gelu" or "gelu_tanh". Bits are those of timm's
-    `Block(qkv_bias=True)`, but nothing is dropped after the activation, as in GPT-2.
+    `Block(qkv_bias=True)`, without dropout after the activation, as in GPT-2.
 
     Raises:
         ArgumentError: heads that do not divide the width, an unknown activation, a rate outside

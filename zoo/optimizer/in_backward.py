@@ -146,34 +146,27 @@ _ATTACHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 def optimizer_in_backward(model: nn.Module, optimizer: Optimizer) -> "OptimizerInBackward":
     """Makes `optimizer` update each parameter of `model` in the backward and free its gradient.
 
-        optimizer = torch.optim.AdamW(model.parameters())
         zoo.optimizer_in_backward(model, optimizer)
-        for x, y in data:
-            loss(model(x), y).backward()  # updates the parameters
-            optimizer.step()              # checks that all is as it would be without
-            optimizer.zero_grad()
+        loss(model(x), y).backward()  # updates the parameters
+        optimizer.step()              # checks that all is as it would be without
+        optimizer.zero_grad()
 
     Weights, optimizer state and schedulers are bit for bit those of the same loop without this
-    call; a few gradients exist at once in place of all. `.grad` of an updated parameter has no
-    numbers, and its use raises.
+    call. `.grad` of an updated parameter has no numbers, and its use raises.
 
-    After an exception in a backward, `updated` of the handle names the parameters that have taken
-    the step. All calls raise until weights and optimizer state are loaded and `reset()` is called.
+    After an exception in a backward all calls raise until weights and optimizer state are loaded
+    and `reset()` is called.
 
-    A weight that the backward is yet to read is updated when the backward ends (`waited`). A hook
-    before steps, or a replaced `step`, may clip gradients or set a learning rate: while there is
-    one, `step()` updates all weights as without this call, with a warning.
+    A weight that the backward is yet to read is updated when the backward ends. While there is a
+    hook before steps, or a replaced `step`, `step()` updates all weights as without this call, with
+    a warning.
 
     Between a backward and `step()` weights are already new: evaluate, average or save them after
-    `step()`. A weight whose numbers are read by way of `.data` is not protected.
+    `step()`. A weight that is read by way of `.data` is not protected.
 
     Args:
         model: whose parameters the optimizer updates, all or some; also sharded by FSDP2.
-        optimizer: of torch.optim or another that updates each parameter by itself, which is tried
-            on small tensors.
-
-    Returns:
-        A handle: `remove()` takes it off again.
+        optimizer: any that updates each parameter by itself, which is tried on small tensors.
 
     Raises:
         ArgumentError: no module, no optimizer, or one that steps in the backward already.

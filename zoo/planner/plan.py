@@ -32,9 +32,9 @@ _TOKEN = r"\d+(?:-\d+)?|[()]"
 class Plan(tuple[Item, ...]):
     """A nested tuple of step indices in order, each index once: `Plan(((0, 1), (2, (3, 4)), 5))`.
 
-    An index at the top level is a kept step: its saved tensors stay in memory. A tuple is a
-    segment: only its inputs stay, and its steps are recomputed when the backward reaches it. A
-    tuple inside a tuple is a segment of that recomputation.
+    An index at the top level is a kept step. A tuple is a segment: only its inputs stay, and its
+    steps are recomputed when the backward reaches it. A tuple inside a tuple is a segment of that
+    recomputation.
 
         plan            ((0, 1),        (2, (3, 4)),              5)
         forward         0 1             2 3 4                     5

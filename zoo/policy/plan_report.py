@@ -144,18 +144,17 @@ class PlanReport:
         budget: bytes; None if a time was given.
         baseline_peak: `predicted_peak` of the baseline.
         least_peak: the least of any plan; beyond 150 steps long segments begin and end at some 400
-            of the states between steps only.
+            states between steps only.
         fixed: bytes that no plan changes.
         at_peak: `predicted_peak` by category.
         flops, recomputed_flops: operations of the forward, and those that are recomputed.
         names, blocks, saved: for each step, its name, its block's number, the bytes that it is the
             first to save.
         title: the model and its inputs.
-        kernels_measured: whether each kind of kernel was measured, so that kernel workspaces count.
+        kernels_measured: whether kernels were measured, so that their workspaces count.
         device, optimizer, accumulates, holds_outputs: what it was made for.
         offloaded: bytes that the host holds until the backward, beside all others.
-        on_host: for each step, those of what it saves, or of what a segment starts from that begins
-            with it; empty if there are none.
+        on_host: those bytes for each step, or for the segment that begins with it; empty if none.
         format: how the steps are numbered.
     """
 
@@ -332,17 +331,13 @@ class Point:
 class Frontier(Sequence[Point]):
     """The best plans by rising peak and falling time, then the classic schemes: a sequence.
 
-    Peaks are bytes of a whole training step, time ratios those of forward and backward against the
-    baseline's.
-
     Attributes:
-        points: the plans.
+        points: the plans, each with `name`, `plan`, `peak` (bytes of a whole training step) and
+            `time_ratio` (of forward and backward against the baseline's).
         baseline: the plan without recomputation, time ratio 1.
         lower_bound: bytes that no schedule of whole steps goes below without offloading: what no
             plan changes, plus the largest single step or the optimizer's.
-        title: the model and its inputs.
-        kernels_measured: whether each kind of kernel was measured, so that kernel workspaces count.
-        device: that it was made for, as in `PlanReport`.
+        title, kernels_measured, device: as in `PlanReport`.
     """
 
     points: tuple[Point, ...]

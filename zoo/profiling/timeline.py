@@ -106,11 +106,10 @@ HOLDER_FIELDS = ("bytes", "category", "shape", "dtype", "place", "phase", "line"
 class Timeline:
     """Every allocation of a tracked step, and the phases of the step.
 
-    Empty until the tracked block ends. With `allocator` it includes the allocator's own events:
-    memory of no tensor has the category "kernel workspace", and the peak is exact to the byte.
-    `error` is the exception that ended the block, "" for none. `reserved_peak` is the most bytes
-    that the device's allocator reserved meanwhile; None on the CPU, which reserves nothing, and for
-    fake tensors.
+    Empty until the tracked block ends. With `allocator` memory of no tensor has the category
+    "kernel workspace", and the peak is exact to the byte. `error` is the exception that ended the
+    block, "" for none. `reserved_peak` is the most bytes that the device's allocator reserved
+    meanwhile; None on the CPU and for fake tensors.
     """
 
     title: str = ""
@@ -123,7 +122,7 @@ class Timeline:
     reserved_peak: int | None = None
 
     def counted_by(self, rounding: Rounding) -> "Timeline":
-        """Returns the same timeline with the bytes of each allocation as an allocator counts them.
+        """Returns the same timeline with bytes as an allocator counts them.
 
         `zoo.profiling.caching_allocator` has the roundings.
         """
@@ -134,11 +133,11 @@ class Timeline:
         return replace(self, allocations=allocations)
 
     def curves(self) -> dict[str, list[int]]:
-        """Returns for each category its bytes at the points 0 to `length`."""
+        """Returns the bytes of each category at the points 0 to `length`."""
         return {category: self.total([category]) for category in CATEGORIES}
 
     def total(self, categories: Iterable[str] = CATEGORIES) -> list[int]:
-        """Returns the bytes of these categories together at the points 0 to `length`."""
+        """Returns the bytes of these categories together at the same points."""
         chosen = frozenset(categories)
         changes = [0] * (self.length + 1)
         for allocation in self.allocations:

@@ -54,14 +54,11 @@ class Largest:
     Attributes:
         size: of the batch, or of the dimensions that vary.
         budget: bytes.
-        predicted_peak: bytes of the whole training step.
         next_peak: bytes that the next larger size needs at least; None if there is none, or the
             host has no room.
         measured_peak: bytes of a real step; None if none was run.
-        plan: of the steps.
-        predicted_time_ratio: seconds of forward and backward against the baseline's.
         predicted_seconds: of forward and backward on this machine; None if no kernel was measured.
-        offloaded, offloads: what the host holds until the backward, as in `zoo.PlanReport`.
+        plan, predicted_peak, predicted_time_ratio, offloaded, offloads: as in `zoo.PlanReport`.
     """
 
     size: int
@@ -115,7 +112,7 @@ def max_batch_size(
 ) -> int:
     """Returns the largest batch whose training step fits a memory budget.
 
-    Options and errors are those of `zoo.largest`, which also returns the costs of the step.
+    Options and errors are those of `zoo.largest`.
     """
     return largest(model, sample, **options).size
 
@@ -148,15 +145,15 @@ def largest(
         sample: inputs of any size. A real step repeats their values; meta tensors become zeros.
         memory_budget: no share of a baseline, which grows with the size.
         checkpoint: by default the model's own. "auto" allows any plan that fits the budget.
-        max_overhead: with "auto", at most so much more time: 0.2 or "20%" for a fifth.
-        optimizer, loss, device: those of `zoo.plan`.
+        max_overhead: with "auto", at most so much more time.
+        optimizer, loss, device: as in `zoo.plan`.
         vary: the dimension that grows in every tensor of the sample, or several, `(2, 3, 4)` for a
             volume; or, without a sample, a function of the size that makes the inputs.
         multiple_of: only multiples of this are sizes.
-        verify: whether a copy trains two real steps at the returned size, which is lowered if they
-            take more than the budget; by default if kernels were measured and a step takes less
-            than 20 seconds.
-        optimizer_in_backward: as in `zoo.plan`, for real steps, too.
+        verify: whether a copy trains two real steps at the size, which is lowered if they take more
+            than the budget; by default if kernels were measured and a step takes less than 20
+            seconds.
+        optimizer_in_backward: for real steps, too.
         offload, host_budget: as in `zoo.plan`; by default the model's own, if its plan is.
 
     Raises:
@@ -164,7 +161,7 @@ def largest(
         BudgetError: no size fits the budget, with the least bytes that one needs, or the host's;
             or memory runs out in a real step of the smallest.
         InputError: the model does not take inputs like the sample.
-        OptimizerError: a real step's optimizer cannot step in the backward.
+        OptimizerError: with `optimizer_in_backward`, in a real step.
     """
     check_module(model, "zoo.largest")
     check_loss(loss)
