@@ -452,6 +452,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "a budget alone": ({"offload": False, "host_budget": 5}, ArgumentError, "pass both"),
     "no plan": ({"checkpoint": False}, ArgumentError, "checkpoint=False has none"),
+    "no such step": ({"offload": [99]}, ArgumentError, "names step 99, but the last step is"),
     "no bytes": ({"host_budget": "much"}, ArgumentError, "host_budget"),
 }
 
@@ -466,7 +467,7 @@ def test_what_cannot_be_is_refused_with_the_number(name: str) -> None:
 
 def test_a_plan_without_anything_to_offload_says_so(caplog: pytest.LogCaptureFixture) -> None:
     model = zoo.checkpoint(Net(), 2, offload=True, inputs=batch())
-    assert "offload=True copies nothing of Net to the host" in caplog.text
+    assert "offload= copies nothing of Net to the host" in caplog.text
     usual(model)
     assert host_of(model).peak == 0
 

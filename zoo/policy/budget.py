@@ -113,10 +113,21 @@ class Offload:
         return cls(True, parse_bytes(host_budget, "host_budget"), items)
 
     def of_plan(self, plan: Plan) -> frozenset[int]:
-        """Returns the items of a plan that was made for no budget."""
+        """Returns the items of a plan that was made for no budget.
+
+        Raises:
+            ArgumentError: the plan has no such step.
+        """
         if not self.is_on:
             return frozenset()
-        return segments_of(plan) if self.items is None else self.items
+        if self.items is None:
+            return segments_of(plan)
+        if (last := max(self.items)) >= (steps := len(plan.flatten())):
+            raise ArgumentError(
+                f"offload= names step {last}, but the last step is {steps - 1}; name steps of the "
+                "plan, or pass offload=True"
+            )
+        return self.items
 
     def allows(self, needed: int) -> bool:
         """Returns whether the host may hold so many bytes."""
@@ -430,7 +441,7 @@ class StepPlanner:
 
     def _sets_of(self, plan: Plan) -> Collection[frozenset[int]]:
         if self.offload.items is not None:
-            return [self.offload.items]
+            return [self.offload.of_plan(plan)]
         return choices(plan, self.costs_with_gradients, self.steps, self.copies)
 
     def _flat_plans(self) -> Iterator[Plan]:

@@ -336,14 +336,14 @@ class Option:
         if not has_run:
             self.offload.check(offloaded, planner.title)
         if not offloaded:
-            what = "offload=True copies nothing of %s to the host: %s"
-            why = (
-                "without, its budget costs as little time"
-                if self.checkpoint == "auto"
-                else "nothing but what is below %s, or held by something else, could go. A budget "
-                "chooses among all plans"
-            )
-            why %= () if self.checkpoint == "auto" else format_bytes(LEAST_OFFLOADED)
+            why = "without offloading, the plan for its budget takes no more time"
+            if self.checkpoint != "auto":
+                why = (
+                    "no segment of its plan starts from, and no kept step in offload= saves, "
+                    f"{format_bytes(LEAST_OFFLOADED)} or more that nothing else holds. For a "
+                    "budget, zoo chooses among all plans"
+                )
+            what = "offload= copies nothing of %s to the host: %s"
             _log.warning(what, type(planner.model).__name__, why)
 
     def _unchecked_plans(
