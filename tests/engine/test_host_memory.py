@@ -9,6 +9,7 @@ import gc
 import linecache
 import pickle
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
@@ -406,6 +407,28 @@ def test_two_threads_train_by_one_host() -> None:
     expected(x).cos().sum().backward()
     assert held(model) == 0
     assert_same(gradients(model), gradients(expected))
+
+
+def test_threads_train_at_once_by_one_host() -> None:
+    if IS_SOFTWARE:
+        pytest.skip("its streams have a mutex that is taken while Python's lock is held")
+
+    def gradients_of(model: Net) -> list[Tensor]:
+        inputs = [torch.full((128, 128), float(n), requires_grad=True) for n in range(1, 5)]
+
+        def gradient(x: Tensor) -> Tensor:
+            return [torch.autograd.grad(model(x).sin().sum(), x)[0] for _ in range(4)][-1]
+
+        with ThreadPoolExecutor(len(inputs)) as threads:
+            return [*threads.map(gradient, inputs)]
+
+    model = net(False).eval()
+    expected = gradients_of(model)
+    steps = range(len(zoo.chain_of(model, batch().requires_grad_()).names))
+    zoo.checkpoint(model, zoo.Plan(steps), offload=steps)
+    assert_same(gradients_of(model), expected)
+    host_of(model).settle()
+    assert held(model) == 0 < host_of(model).peak
 
 
 def test_a_storage_that_came_back_is_not_written_into_memory_of_others() -> None:

@@ -113,7 +113,7 @@ class Offload:
         return cls(True, parse_bytes(host_budget, "host_budget"), items)
 
     def of_plan(self, plan: Plan) -> frozenset[int]:
-        """Returns the items of a plan that was made for no budget.
+        """Returns the items of a plan that the user named, or all segments.
 
         Raises:
             ArgumentError: the plan has no such step.
