@@ -22,7 +22,7 @@ from zoo.invocation import Invocation
 from zoo.planner.costs import simulate
 from zoo.units import format_bytes
 
-pytestmark = pytest.mark.usefixtures("without_fork")
+pytestmark = pytest.mark.usefixtures("without_fork", "few_plans")
 
 # bytes of the gradients of a block of `Net(16)`
 BLOCK = 4 * sum(parameter.numel() for parameter in Net(16).blocks[0].parameters())

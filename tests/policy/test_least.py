@@ -14,7 +14,7 @@ from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.models.densenet import DenseNet
 from zoo.profiling.peak_memory import trace
 
-pytestmark = pytest.mark.usefixtures("without_fork")
+pytestmark = pytest.mark.usefixtures("without_fork", "few_plans")
 
 OTHERS = ["blocks", "sqrt", "cheap", 2, 4]
 FAMILIES: dict[str, tuple[Callable[..., nn.Module], Callable[[], Any]]] = {
