@@ -25,7 +25,6 @@ from tests.training import Residuals, assert_same, everything, images
 from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.api.plan import planner_for
 from zoo.errors import ArgumentError, BudgetError, PlanError
-from zoo.invocation import InputSpec, Invocation
 from zoo.models.densenet import DenseNet
 from zoo.models.preactivation_resnet import PreactivationResNet
 from zoo.models.resnet import ResNet, basic
@@ -36,26 +35,11 @@ from zoo.policy.plan_report import FixedBytes, PlanReport
 from zoo.profiling.caching_allocator import BLOCK, rounded_up
 from zoo.profiling.kernel_costs import KernelCosts
 from zoo.profiling.peak_memory import measure_step, resident_bytes, trace
-from zoo.tracing.isolated_trace import StepTrace, step_trace_of
 from zoo.tracing.planned_forward import option_of
 
 pytestmark = pytest.mark.usefixtures("without_fork", "few_plans")
 
 sgd = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
-
-
-@pytest.fixture
-def traces_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traces a model once for all plans that a test puts in force on it."""
-    known: dict[Any, tuple[nn.Module, StepTrace]] = {}
-
-    def trace_of(model: nn.Module, given: Invocation, loss: Any = None) -> StepTrace:
-        key = id(model), InputSpec.of(given, model), loss
-        if key not in known:
-            known[key] = model, step_trace_of(model, given, loss)
-        return known[key][1]
-
-    monkeypatch.setattr("zoo.tracing.planned_forward.step_trace_of", trace_of)
 
 
 def scores(*outputs: Any) -> Tensor:
