@@ -24,13 +24,6 @@ from zoo.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("without_fork", "few_plans")
 
-
-@pytest.fixture(autouse=True)
-def _tracks_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tracks a rank's step for three plans of a kind, not for ten."""
-    monkeypatch.setattr("zoo.policy.budget.MOST", 3)
-
-
 # bytes of the gradients of a block of `Net(16)`
 BLOCK = 4 * sum(parameter.numel() for parameter in Net(16).blocks[0].parameters())
 
