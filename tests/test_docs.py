@@ -11,6 +11,8 @@ import pytest
 from tests.documents import ROOT, Snippet, anchor, leads_somewhere, prose, run, snippets
 from zoo._torch import OLDEST
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 PAGES = ("budgets", "cuda-graphs", "exactness", "guide", "how-it-works", "recipes")
 LINKING = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 

@@ -18,6 +18,8 @@ import zoo
 from tests.documents import ROOT
 from tests.training import Call, assert_same, plain
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 UNAVAILABLE = (ImportError, RuntimeError)
 PAGE = (ROOT / "docs" / "errors.md").read_text("utf-8")
 BY_TORCH, BY_ZOO = PAGE.partition("## zoo's own errors")[::2]

@@ -10,6 +10,8 @@ from torch import nn
 import zoo
 from tests.documents import ROOT, leads_somewhere, run, snippets
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 README = (ROOT / "README.md").read_text("utf-8")
 # a word of each way in the table of a GPU, and the way's name in the rows
 WAYS = {"checkpointing": "switch", "budget": "plan", "zoo": "True"}

@@ -18,7 +18,7 @@ from zoo.errors import ArgumentError
 from zoo.profiling.peak_memory import trace
 from zoo.tracing.planned_forward import patched_forward
 
-pytestmark = pytest.mark.usefixtures("without_fork")
+pytestmark = pytest.mark.usefixtures("without_fork", "few_plans")
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
 MIB = 1024**2

@@ -47,6 +47,7 @@ def test_a_plan_of_another_number_of_steps_is_refused_at_the_forward() -> None:
         model(images())
 
 
+@pytest.mark.usefixtures("without_fork")
 def test_more_segments_than_blocks_are_refused_as_by_a_chain() -> None:
     refused = "checkpoint=99 asks for 99 segments; this model has {} blocks, so choose 1 to {}"
     model = zoo.checkpoint(Net(), 99)
@@ -153,6 +154,7 @@ def test_a_first_forward_under_a_budget_raises_its_own_error() -> None:
     assert zoo.plan_of(model).depth() == 0
 
 
+@pytest.mark.usefixtures("without_fork")
 def test_a_refusal_names_the_optimizer_that_is_assumed_and_how_to_plan_for_another() -> None:
     model, x = nn.Sequential(*(nn.Linear(200, 200) for _ in range(10))), torch.rand(1, 200)
     report = zoo.plan(model, x, memory_budget=1.0, optimizer=torch.optim.SGD)
@@ -171,6 +173,7 @@ def test_a_refusal_names_the_optimizer_that_is_assumed_and_how_to_plan_for_anoth
     assert "AdamW" not in str(refusal.value)
 
 
+@pytest.mark.usefixtures("without_fork")
 def test_an_optimizer_that_is_assumed_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     class Assuming(Net):
         pass
@@ -189,6 +192,7 @@ def half(outputs: Tensor) -> Tensor:
     return outputs.exp().sum() / 2
 
 
+@pytest.mark.usefixtures("without_fork")
 @pytest.mark.parametrize(
     "given",
     [
@@ -224,6 +228,7 @@ def test_a_loss_is_asked_for_each_new_size() -> None:
     model(torch.rand(700, 200)).sum().backward()
 
 
+@pytest.mark.usefixtures("without_fork")
 def test_an_optimizer_is_counted_without_its_state_and_copied_with_the_model() -> None:
     model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(3)))
     optimizer = torch.optim.Adam(model.parameters())
@@ -294,6 +299,7 @@ def test_a_refused_call_leaves_the_plan_that_was_in_force() -> None:
     assert {module: dict(vars(module)) for module in model.modules()} == before
 
 
+@pytest.mark.usefixtures("without_fork")
 def test_a_model_is_planned_for_inputs_before_its_first_forward() -> None:
     model = zoo.checkpoint(zoo.resnet18(classes=3), "sqrt", inputs=torch.rand(2, 3, 32, 32))
     plan = zoo.plan_of(model)

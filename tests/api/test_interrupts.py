@@ -16,6 +16,8 @@ from zoo.errors import Interrupted
 from zoo.profiling import progress
 from zoo.profiling.progress import WorkPart
 
+pytestmark = pytest.mark.usefixtures("few_plans")
+
 Interrupt = Callable[[str, int], list[str]]
 
 

@@ -14,7 +14,7 @@ from zoo.catalog.factories import model_arguments
 from zoo.cli.main import run
 from zoo.profiling.peak_memory import trace
 
-pytestmark = pytest.mark.usefixtures("without_fork")
+pytestmark = pytest.mark.usefixtures("without_fork", "few_plans")
 
 RESIDUALS = ("tests.training:Residuals", "--input", "8,4,16,16")
 MIB = 1024**2

@@ -13,6 +13,8 @@ from zoo.harness.training import Training
 from zoo.harness.worker import work
 from zoo.report.rows import differences
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 SMALL = {"vocabulary": 500, "embedding": 8, "hidden": 8, "drop_rate": 0.5, "chunk_steps": 5}
 DEEP = {"vocabulary": 100, "width": 16, "depth": 2, "heads": 2, "drop_rate": 0.1}
 MODELS = {

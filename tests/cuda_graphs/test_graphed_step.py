@@ -21,6 +21,8 @@ from tests.cuda_graphs.software_graphs import SoftwareGraphs
 from zoo.cuda_graphs import capture, graphed_step
 from zoo.cuda_graphs.python_state import PythonState
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:

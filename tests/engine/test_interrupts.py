@@ -95,8 +95,8 @@ def batched(model: nn.Module) -> list[Any]:
 
 
 @functools.cache
-def is_in_rooms(code: CodeType) -> bool:
-    return any(room in code.co_filename for room in ROOMS)
+def is_in_rooms(file: str) -> bool:
+    return any(room in file for room in ROOMS)
 
 
 class Interrupt:
@@ -106,7 +106,7 @@ class Interrupt:
         self.at, self.places = at, list[tuple[CodeType, int]]()
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        return self.line if is_in_rooms(frame.f_code) else None
+        return self.line if is_in_rooms(frame.f_code.co_filename) else None
 
     def line(self, frame: FrameType, event: str, _: Any) -> Any:
         """Is called before each line of a function in the rooms."""

@@ -17,6 +17,8 @@ from zoo.harness.training import library_loss
 from zoo.harness.worker import first_fault, work
 from zoo.report.rows import differences, rows
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 GPT2 = "{n_layer: 2, n_embd: 16, n_head: 2, vocab_size: 50, bos_token_id: 0, eos_token_id: 0}"
 UNET = "{spatial_dims: 3, in_channels: 1, out_channels: 2, channels: [4, 8], strides: [2]}"
 MODELS = {

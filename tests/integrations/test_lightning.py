@@ -11,6 +11,8 @@ import zoo
 from tests.integrations.networks import Network, data, same
 from zoo.optimizer.in_backward import attached_to
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 lightning = pytest.importorskip("lightning", exc_type=(ImportError, RuntimeError))
 callbacks = pytest.importorskip("zoo.integrations.lightning")
 IN_BACKWARD = {"optimizer_in_backward": True}

@@ -10,6 +10,8 @@ import zoo
 from tests.integrations.networks import same
 from zoo.optimizer.in_backward import attached_to
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 transformers = pytest.importorskip("transformers", exc_type=(ImportError, RuntimeError))
 pytest.importorskip("accelerate")
 callbacks = pytest.importorskip("zoo.integrations.transformers")

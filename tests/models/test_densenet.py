@@ -9,6 +9,8 @@ from zoo.errors import ArgumentError, InputError
 from zoo.models.densenet import DenseBlock, DenseLayer, DenseNet, Transition
 from zoo.profiling.peak_memory import trace
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 
 def torchvision_densenet(depths=(2, 3), growth_rate=4, **arguments):
     """torchvision's model of these depths; skips where torchvision cannot be imported."""

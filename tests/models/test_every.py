@@ -153,8 +153,9 @@ def test_runs_on_fake_tensors(name: str) -> None:
 IMAGES = "basic blocks", "bottleneck units", "densenet", "vnet of elu"
 
 
-@pytest.mark.parametrize("name", IMAGES)
-@pytest.mark.parametrize("checkpoint", [False, "blocks"])
+@pytest.mark.parametrize(
+    ("name", "checkpoint"), [("basic blocks", False), *((name, "blocks") for name in IMAGES)]
+)
 def test_compiles_into_one_graph(name: str, checkpoint: str | bool) -> None:
     expected = train(*example(name))
     model, inputs = example(name)

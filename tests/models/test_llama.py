@@ -10,6 +10,8 @@ from tests.training import needs_numpy
 from zoo.errors import ArgumentError, InputError
 from zoo.models.llama import Llama
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 SMALL = {
     "width": 64, "depth": 2, "heads": 4, "groups": 2, "head_width": 32, "mlp_width": 96,
     "vocabulary": 101, "positions": 64,

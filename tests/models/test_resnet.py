@@ -17,6 +17,8 @@ from zoo.models.preactivation_resnet import (
 from zoo.models.resnet import Block, ResNet, basic, bottleneck, conv
 from zoo.profiling.peak_memory import trace
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 NAMES = [f"resnet{depth}" for depth in (18, 34, 50, 101, 152)]
 NAMES += ["wide_resnet50_2", "wide_resnet101_2", "resnext50_32x4d", "resnext101_32x8d"]
 MILLIONS = {"resnet110": 1.7, "resnet164": 1.7, "resnet1001": 10.3, "resnet1202": 19.4}

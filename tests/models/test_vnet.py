@@ -7,6 +7,8 @@ import torch
 import zoo
 from zoo.errors import ArgumentError, InputError, WeightsError
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 
 def monai_vnet(**arguments):
     """MONAI's V-Net; skips without MONAI, whose import warns about its own dependencies."""

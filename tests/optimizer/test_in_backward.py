@@ -20,6 +20,8 @@ from zoo.errors import ArgumentError, OptimizerError
 from zoo.optimizer.in_backward import FreedGradient
 from zoo.profiling.peak_memory import trace
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 Make = Callable[[Iterable[Any]], optim.Optimizer]
 
 

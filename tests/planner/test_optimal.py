@@ -16,6 +16,7 @@ from tests.planner.test_planner import uniform
 from zoo.api.checkpoint import outline_of
 from zoo.api.plan import planner_for
 from zoo.invocation import Invocation
+from zoo.models.densenet import DenseNet
 from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.least_memory import least_memory
 from zoo.planner.optimal import DPTable, SimulatedPlan, frontier, least
@@ -30,6 +31,8 @@ from zoo.planner.search_space import (
     search_spaces,
 )
 from zoo.profiling.step_profile import Profile
+
+dense = functools.partial(DenseNet, 32, (6, 12, 8), 10)
 
 
 @functools.cache
@@ -53,7 +56,7 @@ def costs_of(build: Callable[[], nn.Module]) -> StepCosts:
 def frontier_of(build: Callable[[], nn.Module], blockwise: bool = False) -> list[SimulatedPlan]:
     costs = costs_of(build)
     edges = [k for k in range(1, len(costs)) if costs.blocks[k] != costs.blocks[k - 1]]
-    return frontier(costs, levels=200, cuts=edges if blockwise else None)
+    return frontier(costs, levels=100, cuts=edges if blockwise else None)
 
 
 def baseline_of(costs: StepCosts) -> int:
@@ -74,7 +77,7 @@ def measures(plan: Plan, costs: StepCosts) -> tuple[int, float, int]:
     return result.peak, result.recomputed_seconds, result.recomputed_flops
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(chains(5))
 def test_no_nested_plan_does_better_at_any_budget(costs: StepCosts) -> None:
     points = frontier(costs, levels=None)
@@ -88,7 +91,7 @@ def test_no_nested_plan_does_better_at_any_budget(costs: StepCosts) -> None:
         assert (seconds, peak, flops) == best
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(chains(8))
 def test_what_is_interpolated_keeps_to_the_budget(costs: StepCosts) -> None:
     exact, coarse = frontier(costs, levels=None), frontier(costs, levels=10)
@@ -99,7 +102,7 @@ def test_what_is_interpolated_keeps_to_the_budget(costs: StepCosts) -> None:
         assert seconds >= simulate(within(exact, budget), costs).recomputed_seconds
 
 
-@pytest.mark.parametrize("build", [zoo.resnet50, zoo.densenet121])
+@pytest.mark.parametrize("build", [zoo.resnet50, dense])
 def test_budgets_are_honored_and_more_memory_is_never_slower(
     build: Callable[[], nn.Module],
 ) -> None:
@@ -114,7 +117,7 @@ def test_budgets_are_honored_and_more_memory_is_never_slower(
     assert seconds[-1] == 0
 
 
-@pytest.mark.parametrize("build", [zoo.resnet50, zoo.densenet121])
+@pytest.mark.parametrize("build", [zoo.resnet50, dense])
 def test_long_segments_between_blocks_are_nearly_as_good(build: Callable[[], nn.Module]) -> None:
     flat, blockwise, costs = frontier_of(build), frontier_of(build, True), costs_of(build)
     assert flat[0].peak <= blockwise[0].peak <= 1.1 * flat[0].peak
@@ -164,6 +167,7 @@ def test_the_table_of_a_recurrent_network_is_bounded(monkeypatch: pytest.MonkeyP
     assert simulate(least(costs), costs).peak < 0.5 * baseline_of(costs)
 
 
+@pytest.mark.usefixtures("few_plans")
 def test_a_recurrent_network_beyond_the_table_has_plans_as_good_as_simple_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

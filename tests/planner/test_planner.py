@@ -53,7 +53,7 @@ def test_inner_segments_run_three_times_but_the_last() -> None:
     assert (flat, nested, handed_over) == (3, 4, 3)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(chains())
 def test_least_memory_is_the_least_of_all_plans_without_nesting(costs: StepCosts) -> None:
     plan = least_memory(costs)
@@ -63,7 +63,7 @@ def test_least_memory_is_the_least_of_all_plans_without_nesting(costs: StepCosts
     )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(chains(), st.data())
 def test_least_memory_knows_the_outputs_that_the_caller_holds(
     costs: StepCosts, data: st.DataObject

@@ -14,7 +14,7 @@ from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.models.densenet import DenseNet
 from zoo.profiling.peak_memory import trace
 
-pytestmark = pytest.mark.usefixtures("without_fork")
+pytestmark = pytest.mark.usefixtures("without_fork", "few_plans", "traces_once")
 
 OTHERS = ["blocks", "sqrt", "cheap", 2, 4]
 FAMILIES: dict[str, tuple[Callable[..., nn.Module], Callable[[], Any]]] = {
@@ -40,11 +40,15 @@ FAMILIES: dict[str, tuple[Callable[..., nn.Module], Callable[[], Any]]] = {
 
 
 @functools.cache
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return FAMILIES[name][0]()
+
+
+@functools.cache
 def peak(name: str, checkpoint: Any) -> int:
     """Returns the most bytes beside parameters in the second step, gradients dropped before it."""
-    build, make = FAMILIES[name]
-    torch.manual_seed(0)
-    model, inputs = put_in_force(build(), checkpoint), make()
+    model, inputs = put_in_force(model_of(name), checkpoint), FAMILIES[name][1]()
     held: list[Any] = []
 
     def step() -> None:
@@ -52,6 +56,7 @@ def peak(name: str, checkpoint: Any) -> int:
         value = held[0][0] if isinstance(held[0], tuple) else held[0]
         (value if value.ndim == 0 else value.square().mean()).backward()
 
+    model.zero_grad(set_to_none=True)
     step()
     held.clear()
     model.zero_grad(set_to_none=True)
@@ -68,10 +73,7 @@ def test_true_takes_the_least(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_true_takes_no_more_than_a_plan_for_a_budget(name: str) -> None:
     """Of those that recompute no step twice: `zoo.plan` knows others, too."""
-    build, make = FAMILIES[name]
-    torch.manual_seed(0)
-    model = build()
-    frontier = zoo.frontier(model, make(), optimizer=None)
+    frontier = zoo.frontier(model_of(name), FAMILIES[name][1](), optimizer=None)
     plans = [point.plan for point in frontier.points if max(point.plan.runs()) <= 2]
     least = min(peak(name, plan) for plan in (plans[0], plans[len(plans) // 2]))
     assert peak(name, True) <= least * 1.002

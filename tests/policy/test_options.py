@@ -15,6 +15,7 @@ from tests.tracing.models import Net
 from tests.training import Record, Residuals, assert_same, everything, images, train
 from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.errors import ArgumentError, PlanError
+from zoo.invocation import InputSpec, Invocation
 from zoo.models.densenet import DenseNet
 from zoo.models.preactivation_resnet import PreactivationResNet
 from zoo.models.resnet import ResNet, basic, bottleneck
@@ -22,6 +23,7 @@ from zoo.policy import options as checkpointing
 from zoo.policy.options import option_for
 from zoo.profiling.kernel_costs import is_of_kind
 from zoo.profiling.peak_memory import trace
+from zoo.tracing.isolated_trace import StepTrace, step_trace_of
 
 pytestmark = pytest.mark.usefixtures("without_fork")
 
@@ -116,6 +118,23 @@ def baseline(family: str) -> Record:
     return run(family, False)
 
 
+@pytest.fixture
+def traces_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces a family once for all options: a trace is data, and knows no weights."""
+
+    def trace_of(model: nn.Module, given: Invocation, loss: Any = None) -> StepTrace:
+        key = family, InputSpec.of(given, model)
+        if key not in traces:
+            traces[key] = step_trace_of(model, given, loss)
+        return traces[key]
+
+    monkeypatch.setattr("zoo.tracing.planned_forward.step_trace_of", trace_of)
+
+
+traces: dict[tuple[str, InputSpec], StepTrace] = {}
+
+
+@pytest.mark.usefixtures("traces_once")
 @pytest.mark.parametrize("checkpoint", OPTIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_is_bitwise_that_of_the_baseline(family: str, checkpoint: Any) -> None:

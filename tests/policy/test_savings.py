@@ -10,6 +10,8 @@ from torch import Tensor, nn
 import zoo
 from tests.training import Residuals, images
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 SGD = torch.optim.SGD
 
 

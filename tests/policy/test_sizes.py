@@ -21,10 +21,13 @@ from zoo._torch import FakeTensorMode
 from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.errors import BudgetError, PlanError
 from zoo.invocation import InputSpec, Invocation
-from zoo.profiling import isolation, step_profile
+from zoo.profiling import step_profile
 from zoo.profiling.peak_memory import measure_step
+from zoo.tracing import planned_forward
 from zoo.tracing.plan_cache import PlanCache
 from zoo.units import exact_bytes
+
+pytestmark = pytest.mark.usefixtures("without_fork")
 
 Inputs = Callable[[int], tuple[Tensor, ...]]
 BUDGET = {"checkpoint": "auto", "memory_budget": "8MiB"}
@@ -49,7 +52,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Lists the processes that are forked to plan, and the times that kernels are measured."""
+    """Lists the traces that are made to plan, and the times that kernels are measured."""
     done: list[str] = []
 
     def count(module: Any, name: str) -> None:
@@ -61,7 +64,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(module, name, counted)
 
-    count(isolation, "in_fork")
+    count(planned_forward, "step_trace_of")
     count(step_profile, "measure_kernels")
     return done
 

@@ -18,14 +18,15 @@ from zoo.api.plan import planner_for
 from zoo.api.track import CopiedStep
 from zoo.errors import ArgumentError, BudgetError, InputError, PlanError
 from zoo.models.densenet import DenseNet
-from zoo.models.preactivation_resnet import PreactivationResNet, basic
+from zoo.models.preactivation_resnet import PreactivationResNet
+from zoo.models.resnet import ResNet, basic
 from zoo.profiling.optimizer_memory import OptimizerBytes, optimizer_bytes
 from zoo.profiling.peak_memory import measure_step
 from zoo.sizing.max_size import Largest, largest
 from zoo.tracing.planned_forward import patched_forward
 from zoo.units import format_bytes
 
-pytestmark = pytest.mark.usefixtures("without_fork")
+pytestmark = pytest.mark.usefixtures("without_fork", "few_plans")
 
 SEARCH = "zoo.sizing.max_size"
 sgd = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
@@ -53,13 +54,13 @@ lstm = functools.partial(zoo.lstm, vocabulary=300, embedding=64, hidden=64, chun
 Case = tuple[Callable[[], nn.Module], Callable[[int], Any], Any, int]
 CASES: dict[str, Case] = {
     "resnet": (
-        functools.partial(zoo.resnet18, classes=10),
+        functools.partial(ResNet, basic, (1, 1), 10),
         lambda size: meta(size, 3, 64, 64),
         scores,
         3,
     ),
     "preactivation": (
-        functools.partial(PreactivationResNet, basic, 3),
+        functools.partial(PreactivationResNet, basic, 2),
         lambda size: meta(size, 3, 16, 16),
         scores,
         3,
@@ -71,8 +72,8 @@ CASES: dict[str, Case] = {
         3,
     ),
     "vit": (
-        functools.partial(zoo.vit_tiny_patch16, depth=2),
-        lambda size: meta(size, 3, 224, 224),
+        functools.partial(zoo.vit_tiny_patch16, image_size=112, depth=2),
+        lambda size: meta(size, 3, 112, 112),
         scores,
         2,
     ),
@@ -81,7 +82,7 @@ CASES: dict[str, Case] = {
     "lstm, longer": (lstm, lambda size: (tokens(size, 4), None, tokens(size, 4)), None, 48),
     "gpt2, longer": (gpt2, lambda size: (tokens(2, size), tokens(2, size)), None, 48),
     "vnet": (
-        functools.partial(zoo.vnet, width=8),
+        functools.partial(zoo.vnet, width=4),
         lambda size: meta(size, 1, 16, 16, 16),
         scores,
         2,
@@ -159,7 +160,7 @@ def test_the_size_is_for_the_plan_that_training_chooses() -> None:
 
 
 def test_plans_make_room_for_more_and_any_plan_for_the_most() -> None:
-    model, x = Residuals(6), images(2, 4, 32)
+    model, x = Residuals(4), images(2, 4, 32)
     find = functools.partial(on_paper, model, x, memory_budget="2MiB", loss=scores)
     found = {option: find(checkpoint=option).size for option in (False, "sqrt", True, "auto")}
     assert found[False] < found["sqrt"] < found["auto"]
@@ -170,7 +171,7 @@ def test_plans_make_room_for_more_and_any_plan_for_the_most() -> None:
 
 
 def test_a_host_makes_room_for_more_as_far_as_it_has_room() -> None:
-    model, x = Residuals(5), images(2, 4, 64)
+    model, x = Residuals(4), images(2, 4, 64)
     sizes = functools.partial(on_paper, model, x, memory_budget="12MiB")
     kept, found = sizes(checkpoint="blocks"), sizes(checkpoint="blocks", offload=True)
     assert found.size > kept.size
@@ -348,7 +349,7 @@ def test_no_device_means_not_measured() -> None:
 
 
 def test_the_largest_size_that_the_model_takes_is_the_end() -> None:
-    model = gpt2(chunk_tokens=512)
+    model = gpt2(depth=1, chunk_tokens=512)
     found = on_paper(model, (tokens(1, 1000), tokens(1, 1000)), memory_budget="1TiB", vary=1)
     assert (found.size, found.next_peak) == (1024, None)
 
@@ -384,7 +385,7 @@ def test_a_size_on_which_a_user_s_own_model_raises_is_none() -> None:
 def test_one_example_may_be_too_few_for_a_norm() -> None:
     normed = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     assert on_paper(normed, meta(1, 4), memory_budget="1MiB").size > 2
-    found = on_paper(zoo.resnet18(classes=10), meta(1, 3, 32, 32), memory_budget="1GiB")
+    found = on_paper(ResNet(basic, (1, 1), 10), meta(1, 3, 32, 32), memory_budget="1GiB")
     assert found.size > 2
 
 
@@ -519,9 +520,9 @@ def test_a_plan_for_other_steps_and_sizes_between_which_there_are_none_are_refus
     with pytest.raises(PlanError, match="steps"):
         on_paper(Residuals(), images(2, 4, 16), memory_budget="1MiB", checkpoint=((0, 1), 2))
     with torch.device("meta"):
-        model = zoo.vnet()
-    with pytest.raises(ArgumentError, match="takes size 80 and 160, but not 81; pass mult"):
-        on_paper(model, meta(1, 1, 32, 32, 32), memory_budget="1.5GiB", vary=(2, 3, 4))
+        model = zoo.vnet(width=2)
+    with pytest.raises(ArgumentError, match="takes size 32 and 64, but not 33; pass mult"):
+        on_paper(model, meta(1, 1, 32, 32, 32), memory_budget="30MiB", vary=(2, 3, 4))
     with pytest.raises(InputError, match="16 does not divide"):
         on_paper(model, meta(1, 1, 5, 5, 5), memory_budget="1GiB")
 

@@ -28,7 +28,7 @@ higher = torch.ops.higher_order
 Program = Callable[[Tensor], Tensor]
 PROGRAMS: dict[str, Program] = {}
 # torch compiles what higher-order operators call, and its compiler warns
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("without_fork")]
 
 
 def program(function: Program) -> Program:

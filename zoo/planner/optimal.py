@@ -111,9 +111,7 @@ def frontier(
         else:
             count = min(levels, max(FEW, VALUES // Entries(space).count))
             table = DPTable(space, _amounts(0, baseline, count), each=each)
-            steps = max(len(costs), 1)
-            plans = max(min(400, 100_000 // steps), min(160, 160_000 // steps), 40)
-            budgets = _amounts(min(table.least, baseline), baseline, plans)
+            budgets = _amounts(min(table.least, baseline), baseline, _count_of_plans(len(costs)))
         try:
             for plan in map(table.plan, each("plans for budgets", budgets.tolist())):
                 if plan not in simulated:
@@ -144,6 +142,12 @@ def least(costs: StepCosts) -> Plan:
 def _of_any_ends(costs: StepCosts) -> list[Plan]:
     """Returns a plan whose long segments begin and end anywhere, not at cuts; none if too long."""
     return [least_memory(costs)] if len(costs) <= LONGEST else []
+
+
+def _count_of_plans(steps: int) -> int:
+    """Returns for how many budgets plans are traced back."""
+    steps = max(steps, 1)
+    return max(min(400, 100_000 // steps), min(160, 160_000 // steps), 40)
 
 
 def _amounts(first: int, last: int, count: int) -> Bytes:

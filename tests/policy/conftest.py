@@ -1,0 +1,21 @@
+from typing import Any
+
+import pytest
+from torch import nn
+
+from zoo.invocation import InputSpec, Invocation
+from zoo.tracing.isolated_trace import StepTrace, step_trace_of
+
+
+@pytest.fixture
+def traces_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces a model once for all plans that a test puts in force on it."""
+    known: dict[Any, tuple[nn.Module, StepTrace]] = {}
+
+    def trace_of(model: nn.Module, given: Invocation, loss: Any = None) -> StepTrace:
+        key = id(model), InputSpec.of(given, model), loss
+        if key not in known:
+            known[key] = model, step_trace_of(model, given, loss)
+        return known[key][1]
+
+    monkeypatch.setattr("zoo.tracing.planned_forward.step_trace_of", trace_of)
