@@ -18,7 +18,7 @@ def without_runs(costs: StepCosts, cuts: list[int] | None) -> list[SimulatedPlan
         return frontier(costs, levels=None, cuts=cuts)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(repeated_chains())
 def test_what_is_solved_once_is_as_good_as_what_is_solved_each_time(costs: StepCosts) -> None:
     states = range(len(costs) + 1)

@@ -25,6 +25,8 @@ from zoo.profiling.peak_memory import trace
 from zoo.tracing import planned_forward
 from zoo.tracing.planned_forward import patched_forward
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "least": {"checkpoint": True},
     "blocks": {"checkpoint": "blocks"},
