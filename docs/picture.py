@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import zoo
 
 HERE = Path(__file__).parent
-BATCH = 6
+BATCH = 5
 WARM_UP = 2  # steps: the plan is made in the first, the optimizer's state is there after it
 POINTS = 160  # in a panel
 MIB = 2**20
