@@ -387,7 +387,7 @@ class Conductor(Recorder):
             self._switch_segments(())
 
     def note_saved(self, external: External) -> None:
-        """Notes what is saved before a kernel that may be the first of an item, or after one."""
+        """Notes what autograd saves: ahead of the kernel that comes next, or after the last one."""
         if self.offloading is None:
             return
         if sequence_number() > self._sequence:
@@ -439,9 +439,11 @@ class Conductor(Recorder):
 
     def _is_offloaded(self, index: int) -> bool:
         """Returns whether the host shall hold what the item that begins with an operator holds."""
-        if self.branch is None or not self.branch.offloads:
-            return self.branch is None
-        return not self.synchronized or self.branch.step_at(index) in self.branch.offloads
+        if self.branch is None:
+            return True
+        if self.synchronized:
+            return self.branch.step_at(index) in self.branch.offloads
+        return bool(self.branch.offloads)
 
     def _close(self) -> None:
         """Closes the innermost segment."""

@@ -75,7 +75,9 @@ def draw_plan(
     with _axes(target, (11, 6), title, subtitle, **heights) as (*above, axes):
         for rest in above:
             _draw_peak(rest, peak, limits)
-        draw_chart(axes, charts.plan_chart(plan, steps))
+        # so small that the words for all of a plan's colors fit in a row or two
+        small: Any = {"fontsize": 8, "handlelength": 1.5, "columnspacing": 1.2}
+        draw_chart(axes, charts.plan_chart(plan, steps), **small)
 
 
 def draw_frontier(target: Target, frontier: Mapping[str, Any], title: str) -> None:
@@ -350,8 +352,8 @@ def _draw_peak(axes: Axes, peak: Mapping[str, int], limits: Mapping[str, int]) -
     axes.set_yticks([0], [f"at the peak\n({unit})"])
     axes.set_xlim(0, 1.2 * most / divisor)
     axes.legend(
-        frameon=False, ncols=5, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.32),
-        handlelength=1, handleheight=1, borderaxespad=0, borderpad=0.2,
+        frameon=False, ncols=5, fontsize=7, loc="upper left", bbox_to_anchor=(0, -0.32),
+        handlelength=1, handleheight=1, borderaxespad=0, borderpad=0.2, columnspacing=1,
     )  # fmt: skip
     bare(axes, "x")
 
