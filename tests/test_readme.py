@@ -63,7 +63,7 @@ def test_the_picture_has_the_peaks_of_the_table() -> None:
 
 def test_the_table_is_that_of_the_report() -> None:
     models = re.findall(r"^\| (\w+).*×\d\.\d\d \|$", README, re.MULTILINE)
-    assert len(models) == 9
+    assert len(models) == 8
     for model in models:
         ((first,), (second,)) = rows("README.md", model), rows("docs/default/report.md", model)
         assert re.findall(r"×(\d\.\d\d)", first) == re.findall(r"×(\d\.\d\d)", second)

@@ -157,7 +157,7 @@ def draw_comparison(rows: Sequence[ModelRow], heading: Heading, paths: Sequence[
         time.axvline(1, color=COLORS["baseline"], lw=1.5, zorder=0)
         time.margins(x=0.3)
         rings = "\nring: a replay as a CUDA graph" * bool(graphs(rows))
-        time.set_xlabel(f"step time, baseline = 1\n(median; quartiles from 5 pairs){rings}")
+        time.set_xlabel(f"step time,\nbaseline = 1 (median;\nquartiles from 5 pairs){rings}")
         bare(memory, "x")
         bare(time, "x")
 
