@@ -763,7 +763,7 @@ def at_their_memory(lines: list[Line]) -> tuple[str, str]:
         peer = OWN if (model, OWN) in cells else BY_BLOCK
         within = cells.get((model, f"zoo, at the memory of {peer}"))
         switch = cells.get((model, peer))
-        if switch is None or within is None or within["error"]:
+        if switch is None or within is None:
             continue
         for column, known in less.items():
             if within[column] and switch[column]:
@@ -781,6 +781,8 @@ def at_their_memory(lines: list[Line]) -> tuple[str, str]:
 
 
 def drawn(line: Line) -> str:
+    if line["error"]:
+        return line["error"]
     numbers = [line["of plain"]]
     numbers += [f"×{line[key]}" if line[key] else "-" for key in ("operations", "time")]
     return ", ".join([*numbers, *([] if line["bits"] == "equal" else ["differs"])])
