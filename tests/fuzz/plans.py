@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.planner.test_plan import plans
-from zoo.planner.plan import Item, Plan, RoomyPlan, indices
+from zoo.planner.plan import Item, Plan, RoomyPlan, first_step
 from zoo.policy.options import Option
 from zoo.tracing.planned_forward import PatchedForward
 
@@ -52,7 +52,7 @@ def stretched_plan(shape: Shape, steps: int) -> Plan:
 
 def offloaded_of(plan: Plan) -> frozenset[int]:
     """Returns two of three items of a plan, kept steps and segments."""
-    items = [item if isinstance(item, int) else next(indices(item)) for item in plan]
+    items = [*map(first_step, plan)]
     return frozenset(items) - frozenset(items[2::3])
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from tests.planner.chains import flat_plans
 from zoo.planner.costs import LEAST_OFFLOADED, CopyRate, StepCosts, simulate
 from zoo.planner.offload_choices import Items, choices, segments_of
-from zoo.planner.plan import Plan, indices
+from zoo.planner.plan import Plan, first_step
 
 STEPS = 4
 WAYS = "none", "segments", "search", "best"
@@ -60,7 +60,7 @@ def chain(seed: int) -> StepCosts:
 
 def sets_of(plan: Plan, costs: StepCosts, copies: CopyRate) -> dict[str, Iterable[Items]]:
     """Returns the sets of items that each way tries with a plan."""
-    firsts = [item if isinstance(item, int) else next(indices(item)) for item in plan]
+    firsts = [*map(first_step, plan)]
     return {
         "none": [NOTHING],
         "segments": [NOTHING, segments_of(plan)],

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,15 +8,21 @@ from zoo.invocation import InputSpec, Invocation
 from zoo.tracing.isolated_trace import StepTrace, step_trace_of
 
 
-@pytest.fixture
-def traces_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traces a model once for all plans that a test puts in force on it."""
-    known: dict[Any, tuple[nn.Module, StepTrace]] = {}
+def tracing_once(
+    known: dict[Any, tuple[nn.Module, StepTrace]], name_of: Callable[[nn.Module], Any]
+) -> Callable[..., StepTrace]:
+    """Returns what traces a step unless `known` has one of a model with that name."""
 
     def trace_of(model: nn.Module, given: Invocation, loss: Any = None) -> StepTrace:
-        key = id(model), InputSpec.of(given, model), loss
+        key = name_of(model), InputSpec.of(given, model), loss
         if key not in known:
             known[key] = model, step_trace_of(model, given, loss)
         return known[key][1]
 
-    monkeypatch.setattr("zoo.tracing.planned_forward.step_trace_of", trace_of)
+    return trace_of
+
+
+@pytest.fixture
+def traces_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces a model once for all plans that a test puts in force on it."""
+    monkeypatch.setattr("zoo.tracing.planned_forward.step_trace_of", tracing_once({}, id))

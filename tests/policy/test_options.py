@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import zoo
+from tests.policy.conftest import tracing_once
 from tests.tracing.models import Net
 from tests.training import Record, Residuals, assert_same, everything, images, train
 from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.errors import ArgumentError, PlanError
-from zoo.invocation import InputSpec, Invocation
 from zoo.models.densenet import DenseNet
 from zoo.models.preactivation_resnet import PreactivationResNet
 from zoo.models.resnet import ResNet, basic, bottleneck
@@ -23,7 +23,7 @@ from zoo.policy import options as checkpointing
 from zoo.policy.options import option_for
 from zoo.profiling.kernel_costs import is_of_kind
 from zoo.profiling.peak_memory import trace
-from zoo.tracing.isolated_trace import StepTrace, step_trace_of
+from zoo.tracing.isolated_trace import StepTrace
 
 pytestmark = pytest.mark.usefixtures("without_fork")
 
@@ -121,17 +121,11 @@ def baseline(family: str) -> Record:
 @pytest.fixture
 def traces_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces a family once for all options: a trace is data, and knows no weights."""
-
-    def trace_of(model: nn.Module, given: Invocation, loss: Any = None) -> StepTrace:
-        key = family, InputSpec.of(given, model)
-        if key not in traces:
-            traces[key] = step_trace_of(model, given, loss)
-        return traces[key]
-
+    trace_of = tracing_once(TRACES, lambda _: family)
     monkeypatch.setattr("zoo.tracing.planned_forward.step_trace_of", trace_of)
 
 
-traces: dict[tuple[str, InputSpec], StepTrace] = {}
+TRACES: dict[Any, tuple[nn.Module, StepTrace]] = {}
 
 
 @pytest.mark.usefixtures("traces_once")

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from zoo.planner.plan import Item, Plan, indices
+from zoo.planner.plan import Item, Plan, first_step, indices
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
 # storages of fewer bytes are not offloaded: that saves nothing that the calls for it are worth
@@ -383,7 +383,7 @@ class _Clock:
 
     def inputs(self, item: tuple[Item, ...]) -> frozenset[int]:
         """Returns the storages that a segment starts from, as far as it needs them."""
-        return self.recomputation(item).needed[next(indices(item))]
+        return self.recomputation(item).needed[first_step(item)]
 
     def recomputation(self, item: tuple[Item, ...]) -> _Recomputation:
         """Returns the recomputation of a segment; segments inside of it keep nothing."""
@@ -410,7 +410,7 @@ class _Clock:
                     wanted |= costs.reads_until_saved[step] | costs.saved[step]
                 wanted = needed[step] = wanted & costs.live[step]
             if isinstance(inner, tuple):
-                first = next(indices(inner))
+                first = first_step(inner)
                 wanted = needed[first] = wanted | self.inputs(inner)
         return _Recomputation(needed, frozenset(whole))
 
@@ -485,7 +485,7 @@ class _Clock:
         """Returns the storages within and after a segment that are not its inputs."""
         live, saved = self.costs.live, self.costs.saved
         inside = (live[step + 1] | saved[step] for step in indices(item))
-        return frozenset().union(*inside) - live[next(indices(item))]
+        return frozenset().union(*inside) - live[first_step(item)]
 
     def hold_forward_only(self, step: int) -> None:
         """Moves to the `forward_only` storages of a step; step n is the end of the forward."""
@@ -531,7 +531,7 @@ class _Offloading:
 
     def add(self, item: Item) -> None:
         """Adds an item whose forward is over."""
-        first = item if isinstance(item, int) else next(indices(item))
+        first = first_step(item)
         for storage in self.held_by(item):
             if self.clock.costs.sizes[storage] >= LEAST_OFFLOADED:
                 self.holders[storage] = self.holders.get(storage, 0) + 1
@@ -563,7 +563,7 @@ class _Offloading:
 
     def come_back(self, item: Item) -> None:
         """Copies back what an item needs, and what the one before it does."""
-        own = item if isinstance(item, int) else next(indices(item))
+        own = first_step(item)
         if self.bytes[own] or not isinstance(item, int):
             before = (self.last[storage] for storage in (*self.away, *self.leaving))
             first = max((reader for reader in before if reader < own), default=own)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from zoo.planner.costs import CopyRate, StepCosts, simulate
-from zoo.planner.plan import Plan, indices
+from zoo.planner.plan import Plan, first_step
 
 Items = frozenset[int]
 # how busy copies may be, as a share of the time of the forward's kernels
@@ -26,12 +26,12 @@ COUNT = len(LOADS) * len(ENDS) + len(SHARES) + 2
 
 def segments_of(plan: Plan) -> Items:
     """Returns all segments."""
-    return frozenset(next(indices(item)) for item in plan if isinstance(item, tuple))
+    return frozenset(first_step(item) for item in plan if isinstance(item, tuple))
 
 
 def choices(plan: Plan, costs: StepCosts, steps: int, copies: CopyRate) -> set[Items]:
     """Returns sets of items of the first `steps` steps, without the empty one."""
-    firsts = [item if isinstance(item, int) else next(indices(item)) for item in plan]
+    firsts = [*map(first_step, plan)]
     sizes = simulate(plan, costs, offloads=firsts, steps=steps).on_host
     items = [first for first in firsts if sizes[first]]
     # when the forward of each step begins

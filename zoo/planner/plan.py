@@ -208,6 +208,11 @@ def indices(item: Item) -> Iterator[int]:
             waiting.pop()
 
 
+def first_step(item: Item) -> int:
+    """Returns the first step index of one entry of a plan."""
+    return item if isinstance(item, int) else next(indices(item))
+
+
 def _checked(items: Iterable[Any], steps: Iterator[int], depth: int = 0) -> tuple[Item, ...]:
     """Converts nested sequences to tuples; `steps` counts the indices so far."""
     # a list may contain itself
