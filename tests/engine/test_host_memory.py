@@ -25,6 +25,7 @@ from zoo.engine import devices, host_memory
 from zoo.engine.host_memory import HostMemory, OffloadedStorage, Offloading
 from zoo.engine.operands import external_of
 from zoo.errors import ArgumentError, BudgetError
+from zoo.planner.plan import first_step
 from zoo.tracing.planned_forward import patched_forward
 
 DEVICE = torch.get_default_device()
@@ -87,11 +88,10 @@ def net(option: Any = "blocks", **options: Any) -> Net:
     options = {"offload": option is not False, **options}
     if option in ("kept", "mixed"):
         count = len(zoo.chain_of(Net(), batch().requires_grad_()).names)
-        options["offload"] = range(count)
         threes = [tuple(range(n, min(n + 3, count))) for n in range(0, count, 3)]
         mixed = [i for n, three in enumerate(threes) for i in ([three] if n % 2 else three)]
-        option = range(count) if option == "kept" else mixed
-        option = zoo.Plan([*option])
+        option = zoo.Plan([*(range(count) if option == "kept" else mixed)])
+        options["offload"] = [*map(first_step, option)]
     torch.manual_seed(1)
     return zoo.checkpoint(Net(), option, **options)
 
@@ -475,7 +475,18 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "a budget alone": ({"offload": False, "host_budget": 5}, ArgumentError, "pass both"),
     "no plan": ({"checkpoint": False}, ArgumentError, "checkpoint=False has none"),
-    "no such step": ({"offload": [99]}, ArgumentError, "names step 99, but the last step is"),
+    "no such step": (
+        {"checkpoint": "(0) (1-5)", "offload": [0, 99]},
+        ArgumentError,
+        r"names step 99, with which no .* begins; these do: \[0, 1\]",
+    ),
+    "a step inside": ({"checkpoint": "(0) (1-5)", "offload": [2]}, ArgumentError, "names step 2"),
+    "steps of no plan": ({"offload": [1]}, ArgumentError, "this one is yet to be made"),
+    "steps for a budget": (
+        {"checkpoint": "auto", "memory_budget": 0.9, "offload": [1]},
+        ArgumentError,
+        "this one is yet to be made",
+    ),
     "no bytes": ({"host_budget": "much"}, ArgumentError, "host_budget"),
 }
 
@@ -537,7 +548,7 @@ def test_an_interrupt_at_any_line_loses_no_slab_and_no_number(
     del model.blocks[3:]
     if plan != "blocks":
         del model.blocks[2:]
-    offload = True if plan == "blocks" else range(10)
+    offload = True if plan == "blocks" else [*range(5), *range(7, 10)]
     zoo.checkpoint(model, plan, offload=offload, inputs=batch())
     patched = patched_forward(model)
     assert patched is not None

@@ -58,13 +58,15 @@ def chain(seed: int) -> StepCosts:
     )
 
 
-def sets_of(plan: Plan, costs: StepCosts, copies: CopyRate) -> dict[str, Iterable[Items]]:
+def sets_of(
+    plan: Plan, costs: StepCosts, copies: CopyRate, host_budget: int
+) -> dict[str, Iterable[Items]]:
     """Returns the sets of items that each way tries with a plan."""
     firsts = [*map(first_step, plan)]
     return {
         "none": [NOTHING],
         "segments": [NOTHING, segments_of(plan)],
-        "search": [NOTHING, *choices(plan, costs, len(costs), copies)],
+        "search": [NOTHING, *choices(plan, costs, len(costs), copies, host_budget)],
         "best": subsets(firsts),
     }
 
@@ -85,11 +87,11 @@ def times(costs: StepCosts, share: float, host: float, rate: float) -> dict[str,
     plans = [*flat_plans(len(costs))]
     whole = simulate(Plan.keep_all(len(costs)), costs).peak
     least = min(simulate(plan, costs).peak for plan in plans)
-    budget, on_host = least + share * (whole - least), host * sum(costs.sizes)
+    budget, on_host = least + share * (whole - least), int(host * sum(costs.sizes))
     spent = sum(costs.seconds) + sum(costs.seconds_backward)
     best = dict.fromkeys(WAYS, float("inf"))
     for plan in plans:
-        for way, sets in sets_of(plan, costs, copies).items():
+        for way, sets in sets_of(plan, costs, copies, on_host).items():
             for chosen in sets:
                 found = simulate(plan, costs, offloads=chosen, copies=copies)
                 if found.peak <= budget and found.offloaded <= on_host:

@@ -32,8 +32,21 @@ def test_the_search_is_between_the_segments_and_the_best(rate: float) -> None:
     assert means["search"] <= means["none"] / 2
 
 
+def test_a_small_budget_of_the_host_is_used() -> None:
+    costs, kept = chain(1), Plan.keep_all(4)
+    # the sizes of all items that could go; the least of them is all that the host has room for
+    least = min(size for n in range(4) if (size := simulate(kept, costs, offloads=[n]).offloaded))
+
+    def within(host_budget: int | None) -> bool:
+        sets = choices(kept, costs, 4, AT_ONCE, host_budget)
+        return any(simulate(kept, costs, offloads=s).offloaded <= least for s in sets)
+
+    assert within(least)
+    assert not within(None)
+
+
 def test_so_many_sets_are_tried_at_most() -> None:
     for plan in (Plan.keep_all(4), Plan(((0,), 1, (2, 3)))):
-        sets = choices(plan, chain(1), 4, AT_ONCE)
+        sets = choices(plan, chain(1), 4, AT_ONCE, 1)
         assert len(sets) <= COUNT
         assert frozenset() not in sets

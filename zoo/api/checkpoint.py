@@ -67,8 +67,9 @@ def checkpoint(
         optimizer, loss, accumulates, holds_outputs: as in `zoo.plan`. The optimizer is assumed to
             be the one that steps in the backward, or AdamW, with a warning. The loss makes targets
             of each new size.
-        offload: as in `zoo.plan`; without a budget, what segments start from; or the steps that a
-            report names (`report.offloads`).
+        offload: as in `zoo.plan`; without a budget, what segments start from; beside a plan also
+            the first steps of its segments, and its kept steps, that go. A report's own
+            (`report.offloads`) go in any case.
         host_budget: as in `zoo.plan`.
 
     Raises:

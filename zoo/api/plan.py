@@ -16,7 +16,6 @@ from zoo.loss import Loss, nothing_trained
 from zoo.policy.budget import (
     Budget,
     Offload,
-    OffloadOption,
     Overhead,
     StepPlanner,
     check_gathered,
@@ -42,7 +41,7 @@ def plan(
     optimizer_in_backward: bool = False,
     accumulates: bool = False,
     holds_outputs: bool | None = None,
-    offload: OffloadOption = False,
+    offload: bool = False,
     host_budget: int | str | None = None,
 ) -> PlanReport:
     """Finds the plan of least time whose training step keeps to a budget in bytes.
@@ -89,7 +88,7 @@ def plan(
         optimizer_in_backward=optimizer_in_backward,
         accumulates=accumulates,
         holds_outputs=outputs_held(holds_outputs, loss),
-        offload=Offload.of(offload, host_budget),
+        offload=Offload.of(offload, host_budget).named_in(None),
     )
     return planner.report(*bounds)
 
@@ -105,7 +104,7 @@ def frontier(
     optimizer_in_backward: bool = False,
     accumulates: bool = False,
     holds_outputs: bool | None = None,
-    offload: OffloadOption = False,
+    offload: bool = False,
     host_budget: int | str | None = None,
 ) -> Frontier:
     """Returns the best plans by rising peak and falling time, then the classic schemes.
@@ -123,7 +122,7 @@ def frontier(
         optimizer_in_backward=optimizer_in_backward,
         accumulates=accumulates,
         holds_outputs=outputs_held(holds_outputs, loss),
-        offload=Offload.of(offload, host_budget),
+        offload=Offload.of(offload, host_budget).named_in(None),
     ).frontier()
 
 

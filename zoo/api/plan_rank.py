@@ -38,7 +38,6 @@ from zoo.planner.plan import Plan
 from zoo.policy.budget import (
     Budget,
     Offload,
-    OffloadOption,
     Overhead,
     StepPlanner,
     only_in_backward,
@@ -133,7 +132,7 @@ def plan_rank(
     loss: Loss | None = None,
     device: str | None = None,
     optimizer_in_backward: bool = False,
-    offload: OffloadOption = False,
+    offload: bool = False,
     host_budget: int | str | None = None,
 ) -> RankReport:
     """Finds the plan of least time whose training step keeps to a budget on each of many ranks.
@@ -188,7 +187,7 @@ def plan_rank(
             loss=loss,
             device=device,
             optimizer_in_backward=optimizer_in_backward,
-            offload=Offload.of(offload, host_budget),
+            offload=Offload.of(offload, host_budget).named_in(None),
             measured=False,
         )
         trained = (parameter for parameter in model.parameters() if parameter.requires_grad)

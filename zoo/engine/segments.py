@@ -40,7 +40,7 @@ Unpack = Callable[[PyTree], Tensor]
 Scheduled = RecordedKernel | Value
 
 
-class SegmentListener(Protocol):
+class BackwardListener(Protocol):
     """Brings storages back from the host (`host_memory.Offloading`)."""
 
     def before_backward(self, item: int) -> None:
@@ -67,7 +67,7 @@ class Segment:
         # tensors that the replay of the enclosing segment made for this one, and their versions
         self.inputs: dict[Value, tuple[Tensor, int]] | None = None
         # what its forward has copied to the host, and the number of this segment there
-        self.offloading: tuple[SegmentListener, int] | None = None
+        self.offloading: tuple[BackwardListener, int] | None = None
         if parent is None:
             SEGMENTS.add(weakref.ref(self, _drop_segment))
         else:

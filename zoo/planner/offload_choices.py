@@ -2,7 +2,8 @@
 
 An item is a segment, which offloads what it starts from, or a kept step, which offloads what it
 saves; a set has the first step of each of its items. All sets would be 2 to the number of items.
-Tried is what a copy engine has time for, and more and less of it; and what lies idle the longest.
+Tried is what a copy engine has time for, and more and less of it; and what lies idle the longest,
+also as much of it as a host budget allows.
 """
 
 import bisect
@@ -21,7 +22,7 @@ ENDS = 1.0, 0.75
 # shares of all bytes, those first that are the longest on the host
 SHARES = 0.125, 0.25, 0.5, 0.75
 # simulations for one plan
-COUNT = len(LOADS) * len(ENDS) + len(SHARES) + 2
+COUNT = len(LOADS) * len(ENDS) + len(SHARES) + 3
 
 
 def segments_of(plan: Plan) -> Items:
@@ -29,14 +30,16 @@ def segments_of(plan: Plan) -> Items:
     return frozenset(first_step(item) for item in plan if isinstance(item, tuple))
 
 
-def choices(plan: Plan, costs: StepCosts, steps: int, copies: CopyRate) -> set[Items]:
+def choices(
+    plan: Plan, costs: StepCosts, steps: int, copies: CopyRate, host_budget: int | None = None
+) -> set[Items]:
     """Returns sets of items of the first `steps` steps, without the empty one."""
     firsts = [*map(first_step, plan)]
     sizes = simulate(plan, costs, offloads=firsts, steps=steps).on_host
     items = [first for first in firsts if sizes[first]]
     # when the forward of each step begins
     times = [0.0, *accumulate(costs.seconds)]
-    found = {segments_of(plan), frozenset(items), *_longest(items, sizes, times)}
+    found = {segments_of(plan), frozenset(items), *_longest(items, sizes, times, host_budget)}
     for end in ENDS:
         early = [first for first in items if times[first] <= end * times[-1]]
         found.update(_paced(early, sizes, times, copies.bytes_per_second * load) for load in LOADS)
@@ -53,10 +56,19 @@ def _paced(items: list[int], sizes: tuple[int, ...], times: list[float], rate: f
     return frozenset(chosen)
 
 
-def _longest(items: list[int], sizes: tuple[int, ...], times: list[float]) -> Iterator[Items]:
+def _longest(
+    items: list[int], sizes: tuple[int, ...], times: list[float], host_budget: int | None
+) -> Iterator[Items]:
     """Yields the items of most bytes times seconds until the end of the forward."""
     order = sorted(items, key=lambda first: sizes[first] * (times[-1] - times[first]), reverse=True)
     total, sums = sum(sizes), [*accumulate(sizes[first] for first in order)]
     for share in SHARES:
         count = bisect.bisect_right(sums, share * total)
         yield frozenset(order[:count])
+    if host_budget is not None:
+        chosen, free = set(), host_budget
+        for first in order:
+            if sizes[first] <= free:
+                chosen.add(first)
+                free -= sizes[first]
+        yield frozenset(chosen)

@@ -42,7 +42,7 @@ from zoo.planner.costs import (
 )
 from zoo.planner.least_memory import least_memory
 from zoo.planner.offload_choices import COUNT, choices, segments_of
-from zoo.planner.plan import Item, Plan, RoomyPlan, falling, thinned
+from zoo.planner.plan import Item, Plan, RoomyPlan, falling, first_step, thinned
 from zoo.policy.plan_report import FixedBytes, Frontier, PeakBytes, PlanReport, Point
 from zoo.profiling.caching_allocator import Rounding, rounding_of, with_rests
 from zoo.profiling.kernel_costs import Device, KernelCosts, rated_device, rated_name
@@ -85,8 +85,8 @@ class Offload:
     Attributes:
         is_on: whether it may.
         host_budget: the most bytes there; None for as many as that takes.
-        items: the first steps of the items that are offloaded; None for those that a planner
-            chooses for a budget, and for all segments of a plan that is made for none.
+        items: the first steps of the items of a given plan that are offloaded; None for those that
+            a planner chooses for a budget, and for all segments of a plan that is made for none.
     """
 
     is_on: bool = False
@@ -112,22 +112,32 @@ class Offload:
             )
         return cls(True, parse_bytes(host_budget, "host_budget"), items)
 
-    def of_plan(self, plan: Plan) -> frozenset[int]:
-        """Returns the items of a plan that the user named, or all segments.
+    def named_in(self, plan: Plan | None) -> "Offload":
+        """Returns the same; None for a plan that is yet to be made.
 
         Raises:
-            ArgumentError: the plan has no such step.
+            ArgumentError: steps are named, and the plan has no such items.
         """
+        if self.items and plan is None:
+            raise ArgumentError(
+                f"offload={sorted(self.items)} names steps of a plan, and this one is yet to be "
+                "made; pass offload=True, or to zoo.checkpoint that plan beside offload="
+            )
+        if self.items and plan is not None:
+            firsts = [*map(first_step, plan)]
+            if unknown := sorted(self.items.difference(firsts)):
+                raise ArgumentError(
+                    f"offload= names step {unknown[0]}, with which no segment and no kept step of "
+                    f"the plan begins; these do: {shortened(firsts)}. Name some of them, or pass "
+                    "offload=True"
+                )
+        return self
+
+    def of_plan(self, plan: Plan) -> frozenset[int]:
+        """Returns the items of a plan that the user named, or all segments."""
         if not self.is_on:
             return frozenset()
-        if self.items is None:
-            return segments_of(plan)
-        if (last := max(self.items)) >= (steps := len(plan.flatten())):
-            raise ArgumentError(
-                f"offload= names step {last}, but the last step is {steps - 1}; name steps of the "
-                "plan, or pass offload=True"
-            )
-        return self.items
+        return segments_of(plan) if self.items is None else self.items
 
     def allows(self, needed: int) -> bool:
         """Returns whether the host may hold so many bytes."""
@@ -433,16 +443,12 @@ class StepPlanner:
         flat = dict.fromkeys(_loss_kept(plan, self.steps) for plan in self._flat_plans())
         count = max(2, SIMULATED_STEPS // (COUNT * len(self.costs)))
         plans = dict.fromkeys([*thinned(best, count), *thinned([*flat], max(2, count // 4))])
+        options = self.costs_with_gradients, self.steps, self.copies, self.offload.host_budget
         for plan in each("plans with offloading", [*plans]):
-            for offloads in self._sets_of(plan):
+            for offloads in choices(plan, *options):
                 point = self._point(plan, offloads=offloads)
                 if self._is_offloaded(point):
                     yield point
-
-    def _sets_of(self, plan: Plan) -> Collection[frozenset[int]]:
-        if self.offload.items is not None:
-            return [self.offload.of_plan(plan)]
-        return choices(plan, self.costs_with_gradients, self.steps, self.copies)
 
     def _flat_plans(self) -> Iterator[Plan]:
         """Yields plans whose segments do not nest, which offload the most."""

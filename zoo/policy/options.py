@@ -172,15 +172,23 @@ def option_for(
         PlanError: a malformed plan.
     """
     option = _option_for(checkpoint, memory_budget, max_overhead, step)
-    if option is not None and option.report is not None and option.report.offloaded:
+    if option is None:
+        if offload.is_on:
+            raise ArgumentError(
+                "offload=True copies what a plan names to the host, and checkpoint=False has none; "
+                "take checkpoint=True, another option or a budget, or leave offload= out"
+            )
+        return None
+    if option.report is not None and option.report.offloaded:
         # otherwise it would break the budget that it was made for
-        offload = replace(offload, is_on=True, items=frozenset(option.report.offloads))
-    if offload.is_on and option is None:
-        raise ArgumentError(
-            "offload=True copies what a plan names to the host, and checkpoint=False has none; "
-            "take checkpoint=True, another option or a budget, or leave offload= out"
-        )
-    return option and replace(option, offload=offload)
+        own = frozenset(option.report.offloads)
+        if offload.items not in (None, own):
+            raise ArgumentError(
+                f"offload={sorted(offload.items)} beside a report whose plan offloads "
+                f"{sorted(own)} would break its budget; leave offload= out, or pass report.plan"
+            )
+        offload = replace(offload, is_on=True, items=own)
+    return replace(option, offload=offload.named_in(option.plan))
 
 
 def _option_for(

@@ -24,7 +24,6 @@ from zoo.planner.plan import Plan
 from zoo.policy.budget import (
     Budget,
     Offload,
-    OffloadOption,
     Overhead,
     free_on,
     only_in_backward,
@@ -132,7 +131,7 @@ def largest(
     device: str | None = None,
     verify: bool | None = None,
     optimizer_in_backward: bool = False,
-    offload: OffloadOption = False,
+    offload: bool = False,
     host_budget: int | str | None = None,
 ) -> Largest:
     """Finds the largest size whose whole training step fits a budget in bytes.
@@ -175,7 +174,7 @@ def largest(
     if type(multiple_of) is not int or multiple_of < 1:
         raise ArgumentError(f"multiple_of={multiple_of!r} must be a whole number, 1 or more")
     make_inputs, start = input_sizes(sample, vary)
-    to_host, own = Offload.of(offload, host_budget), option_of(model)
+    to_host, own = Offload.of(offload, host_budget).named_in(None), option_of(model)
     if checkpoint is None and own is not None and not to_host.is_on:
         to_host = own.offload
     estimates = SizeEstimates(
