@@ -59,6 +59,14 @@
 #include <unordered_set>
 #include <vector>
 
+// of the Python that loads this
+extern "C" {
+int Py_IsInitialized();
+int PyGILState_Check();
+void* PyEval_SaveThread();
+void PyEval_RestoreThread(void*);
+}
+
 namespace {
 
 constexpr auto TYPE = c10::DeviceType::PrivateUse1;
@@ -131,8 +139,22 @@ bool includes(const Known& known, const Known& other) {
   });
 }
 
-struct Streams {
+// waits without Python's lock, for which a thread may wait that holds the mutex
+struct Mutex {
   std::recursive_mutex mutex;
+
+  void lock() {
+    if (mutex.try_lock()) return;
+    const bool has_python = Py_IsInitialized() && PyGILState_Check();
+    auto* thread = has_python ? PyEval_SaveThread() : nullptr;
+    mutex.lock();
+    if (has_python) PyEval_RestoreThread(thread);
+  }
+  void unlock() { mutex.unlock(); }
+};
+
+struct Streams {
+  Mutex mutex;
   Order order = Order::SYNCHRONOUS;
   std::mt19937 random;
   std::map<StreamKey, Queue> queues;

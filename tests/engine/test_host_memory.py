@@ -410,9 +410,6 @@ def test_two_threads_train_by_one_host() -> None:
 
 
 def test_threads_train_at_once_by_one_host() -> None:
-    if IS_SOFTWARE:
-        pytest.skip("its streams have a mutex that is taken while Python's lock is held")
-
     def gradients_of(model: Net) -> list[Tensor]:
         inputs = [torch.full((128, 128), float(n), requires_grad=True) for n in range(1, 5)]
 
