@@ -48,6 +48,7 @@ def test_a_model_is_that_of_its_library_with_a_plan(name: str) -> None:
     assert name in zoo.list_models(f"{name[:-1]}*")
 
 
+@pytest.mark.usefixtures("without_fork", "few_plans")
 @pytest.mark.parametrize("option", [{"memory_budget": "97%"}, {"max_overhead": 0.5}])
 def test_a_budget_is_kept_by_a_model_of_another_library(option: dict[str, Any]) -> None:
     library("timm")

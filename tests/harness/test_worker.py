@@ -23,7 +23,7 @@ from zoo.optimizer.in_backward import FreedGradient
 from zoo.report.rows import EXACT, differences
 from zoo.tracing.planned_forward import patched_forward
 
-pytestmark = pytest.mark.usefixtures("without_fork", "traces_once")
+pytestmark = pytest.mark.usefixtures("without_fork", "few_plans", "traces_once")
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"vocabulary": 500, "embedding": 8, "hidden": 8, "drop_rate": 0.5, "chunk_steps": 5}
