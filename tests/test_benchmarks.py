@@ -143,18 +143,18 @@ def test_batches_are_four_for_each_power_of_two(batches):
 
 
 def test_a_plan_reaches_a_larger_batch_within_the_same_bytes(batches):
-    ask = partial(batches.Search, "tiny", device="cpu", budget=2**20)
+    ask = partial(batches.Search, "tiny", device="cpu", budget=2**19)
     plain, block, ours = map(
         batches.search, map(ask, ("plain", batches.peers.BY_BLOCK, "zoo, True"))
     )
     assert plain["batch"] < block["batch"] <= ours["batch"]
-    assert max(found["peak"] for found in (plain, block, ours)) <= 2**20
+    assert max(found["peak"] for found in (plain, block, ours)) <= 2**19
     larger = batches.SIZES[batches.SIZES.index(plain["batch"]) + 1]
-    assert batches.attempt(ask("plain"), larger).peak > 2**20
+    assert batches.attempt(ask("plain"), larger).peak > 2**19
     as_fast = partial(ask, "zoo", first=plain["batch"])
     planned = batches.search(as_fast(least=0.01 * plain["rate"]))
     assert plain["batch"] < planned["batch"]
-    assert planned["peak"] <= 2**20
+    assert planned["peak"] <= 2**19
     # no plan is so fast
     assert batches.search(as_fast(least=1e12)) == {"status": "none is as fast"}
 

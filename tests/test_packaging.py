@@ -88,7 +88,7 @@ def test_a_step_of_an_installed_zoo_is_trained(environment: Path, tmp_path: Path
 
 def test_an_installed_zoo_has_its_command_and_compares(environment: Path, tmp_path: Path) -> None:
     assert "compare" in run(environment / "zoo", "--help", at=tmp_path)
-    small = ["--model", "gpt2_small", "--repeats", "1", "--no-optimizer-in-backward"]
+    small = ["--model", "llama_tiny", "--repeats", "1", "--no-optimizer-in-backward"]
     shown = run(environment / "zoo", "compare", "quick", *small, at=tmp_path)
     assert "yes" in shown
     assert list(tmp_path.glob("results/quick*/report.html"))

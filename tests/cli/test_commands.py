@@ -12,13 +12,29 @@ from tests.tracing.models import Net
 from tests.training import Residuals
 from zoo.catalog.factories import model_arguments
 from zoo.cli.main import run
+from zoo.invocation import InputSpec
 from zoo.profiling.peak_memory import trace
+from zoo.tracing.isolated_trace import StepTrace, step_trace_of
 
-pytestmark = pytest.mark.usefixtures("without_fork", "few_plans")
+pytestmark = pytest.mark.usefixtures("without_fork", "few_plans", "traces_once")
 
+TRACES: dict[object, StepTrace] = {}
 RESIDUALS = ("tests.training:Residuals", "--input", "8,4,16,16")
 MIB = 1024**2
 A100 = ("--device", "a100")
+
+
+@pytest.fixture
+def traces_once(monkeypatch):
+    """Traces each model on inputs of a shape once, for the command and for the function."""
+
+    def trace_of(model, invocation, loss=None, blocks=()):
+        key = str(model), InputSpec.of(invocation, model), loss, tuple(blocks)
+        if key not in TRACES:
+            TRACES[key] = step_trace_of(model, invocation, loss, blocks)
+        return TRACES[key]
+
+    monkeypatch.setattr("zoo.api.checkpoint.step_trace_of", trace_of)
 
 
 @pytest.fixture
@@ -143,10 +159,11 @@ def test_plan_says_what_zoo_plan_says(command, numbers, tmp_path):
     assert picture.read_text().startswith("<?xml")
 
 
-def test_plan_for_a_rank_says_what_zoo_plan_rank_says(command, numbers, tmp_path):
+def test_plan_for_a_rank_says_what_zoo_plan_rank_says(command, numbers, tmp_path, monkeypatch):
     expected = zoo.plan_rank(Residuals(), images(), world_size=4, memory_budget=0.8)
     given = ("plan", *RESIDUALS, "--memory-budget", "80%", "--world-size", "4")
     assert numbers(*given) == as_json(asdict(expected))
+    monkeypatch.setattr("zoo.cli.planning_commands.plan_rank", lambda *_, **__: expected)
     told = command(*given, "--save", str(tmp_path / "plan.json"))
     assert told.out == f"{expected}\n"
     assert zoo.PlanReport.load(tmp_path / "plan.json") == expected.alone

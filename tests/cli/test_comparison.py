@@ -2,6 +2,7 @@
 
 import io
 import json
+import multiprocessing
 import os
 import re
 import socket
@@ -10,9 +11,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from torch import multiprocessing
+from torch.multiprocessing import start_processes
 
 from tests.harness.command_line import load
+from tests.processes import IMPORTED
 from zoo.cli.comparison import in_ranks, is_one_of_many
 from zoo.cli.main import run
 from zoo.errors import ConfigError
@@ -290,7 +292,9 @@ def test_each_process_reports_in_turn(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    multiprocessing.spawn(process, (port, str(tmp_path)), nprocs=2)
+    # imports torch once for both, and for other tests' groups of processes
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    start_processes(process, (port, str(tmp_path)), nprocs=2, start_method="forkserver")
     words, others = ((tmp_path / str(rank)).read_text() for rank in range(2))
     assert not others
     first, second = words.split("rank 1 of 2\n")

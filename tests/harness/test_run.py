@@ -50,7 +50,8 @@ def too_large(cell):
 def killed_in_the_second(cell):
     if (cell.model.name, cell.kind) == ("resnet18", "checkpointed"):
         os.kill(os.getpid(), signal.SIGKILL)
-    return measured(cell)
+    # so that no second process looks where the first one ran
+    return {"environment": {}} | measured(cell)
 
 
 @pytest.fixture

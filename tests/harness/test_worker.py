@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import zoo
+from tests.policy.conftest import tracing_once
 from zoo.harness import run, worker
 from zoo.harness.comparison_cells import again, expand
 from zoo.harness.config import Config, ModelConfig, find_config, read
@@ -22,7 +23,7 @@ from zoo.optimizer.in_backward import FreedGradient
 from zoo.report.rows import EXACT, differences
 from zoo.tracing.planned_forward import patched_forward
 
-pytestmark = pytest.mark.usefixtures("without_fork")
+pytestmark = pytest.mark.usefixtures("without_fork", "few_plans", "traces_once")
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"vocabulary": 500, "embedding": 8, "hidden": 8, "drop_rate": 0.5, "chunk_steps": 5}
@@ -35,6 +36,13 @@ isolation.can_fork = lambda: False
 print(json.dumps(memory_of_vnet(threads=4)))
 """
 (CELLS,) = expand(Config("mine", (MODEL,), steps=2))
+TRACE_OF = tracing_once({}, str)
+
+
+@pytest.fixture
+def traces_once(monkeypatch):
+    """Traces a model once for all variants and optimizers."""
+    monkeypatch.setattr("zoo.tracing.planned_forward.step_trace_of", TRACE_OF)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import zoo
 from tests.integrations.networks import Network, data, same
 from zoo.optimizer.in_backward import attached_to
 
-pytestmark = pytest.mark.usefixtures("without_fork")
+pytestmark = pytest.mark.usefixtures("without_fork", "few_plans")
 
 lightning = pytest.importorskip("lightning", exc_type=(ImportError, RuntimeError))
 callbacks = pytest.importorskip("zoo.integrations.lightning")

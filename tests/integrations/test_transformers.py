@@ -10,7 +10,7 @@ import zoo
 from tests.integrations.networks import same
 from zoo.optimizer.in_backward import attached_to
 
-pytestmark = pytest.mark.usefixtures("without_fork")
+pytestmark = pytest.mark.usefixtures("without_fork", "few_plans")
 
 transformers = pytest.importorskip("transformers", exc_type=(ImportError, RuntimeError))
 pytest.importorskip("accelerate")
