@@ -26,7 +26,6 @@ from zoo.units import format_bytes
 pytestmark = pytest.mark.usefixtures("without_fork")
 
 
-
 @pytest.fixture(autouse=True)
 def _two_plans(few_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each kind, for each of which a step is tracked."""

@@ -16,7 +16,9 @@ def tracing_once(
     def trace_of(
         model: nn.Module, given: Invocation, loss: Any = None, blocks: Sequence[str] = ()
     ) -> StepTrace:
-        key = name_of(model), InputSpec.of(given, model), loss, tuple(blocks)
+        # the last of the structure is an optimizer in the backward, of which a trace knows nothing
+        structure, sizes = InputSpec.of(given, model)
+        key = name_of(model), structure[:-1], sizes, loss, tuple(blocks)
         if key not in known:
             known[key] = model, step_trace_of(model, given, loss, blocks)
         return known[key][1]
