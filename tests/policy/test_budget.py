@@ -425,6 +425,12 @@ def test_the_copies_of_weights_that_autocast_holds_are_counted(
         assert 0.995 * point.peak <= measured <= point.peak
 
 
+def test_a_cast_that_autocast_holds_is_no_step_of_its_own() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.rand(2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert zoo.chain_of(model, x).names == ("0", "1")
+
+
 class Naming(nn.Module):
     """Names hold what no kernel reads again: `wide`, `spare`, which none ever reads, and `out`."""
 
