@@ -35,7 +35,7 @@ def split(model: Any) -> None:
 # name: (builds the model, its inputs)
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
     "gpt2": (
-        lambda: zoo.gpt2_small(width=64, depth=2, heads=2, vocabulary=99, positions=32),
+        lambda: zoo.gpt2_small(width=64, depth=1, heads=2, vocabulary=99, positions=32),
         lambda: (torch.zeros(4, 32, dtype=torch.int64), torch.zeros(4, 32, dtype=torch.int64)),
     ),
     "net": (functools.partial(Net, 16, blocks=2), lambda: (torch.zeros(4, 4, 16, 16),)),

@@ -15,6 +15,7 @@ import zoo
 from tests.tracing.models import Net
 from tests.training import Residuals, assert_same, everything, images
 from zoo.errors import ArgumentError
+from zoo.models.resnet import ResNet, basic
 from zoo.profiling.peak_memory import trace
 from zoo.tracing.planned_forward import patched_forward
 
@@ -31,8 +32,8 @@ def texts(*shape):
 
 MODELS = {
     "residuals": (Residuals, lambda: images(8, size=16)),
-    "resnet": (lambda: zoo.resnet18(classes=10), lambda: torch.rand(2, 3, 32, 32)),
-    "lstm": (lambda: zoo.lstm(vocabulary=50, layers=1), lambda: texts(25, 4)),
+    "resnet": (functools.partial(ResNet, basic, (2, 1), 10), lambda: torch.rand(2, 3, 32, 32)),
+    "lstm": (lambda: zoo.lstm(vocabulary=50, embedding=32, hidden=32, layers=1), lambda: texts(25, 4)),
 }
 
 
@@ -207,8 +208,8 @@ def test_nothing_of_the_models_size_is_allocated_for_meta_inputs():
 
 def test_a_model_on_the_meta_device_needs_no_parameters():
     with torch.device("meta"):
-        model = zoo.resnet18(classes=10)
-    real = zoo.anatomy(zoo.resnet18(classes=10), torch.rand(2, 3, 32, 32), device="meta")
+        model = ResNet(basic, (2, 1), 10)
+    real = zoo.anatomy(ResNet(basic, (2, 1), 10), torch.rand(2, 3, 32, 32), device="meta")
     assert zoo.anatomy(model, torch.rand(2, 3, 32, 32)).baseline.peak == real.baseline.peak
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import zoo
 from tests.cli.conftest import Told
+from tests.policy.conftest import tracing_once
 from tests.training import Residuals, assert_same, everything, images
 from zoo.cli.main import run
 from zoo.errors import Interrupted
@@ -84,7 +85,7 @@ MIDDLE = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_each_shows_progress_and_leaves_all_as_it_was(name: str, interrupt: Interrupt) -> None:
     torch.manual_seed(0)
-    model = zoo.checkpoint(Residuals(), memory_budget="1GiB" if name == "zoo.checkpoint" else None)
+    model = zoo.checkpoint(Residuals(2), memory_budget="1GiB" if name == "zoo.checkpoint" else None)
     before, bits = state(model), everything(model)
     # where a first or a second part begins, and in the middle of a loop
     for place in ("", 1), ("", 2), MIDDLE.get(name, ("searching plans", 1)):
@@ -103,7 +104,7 @@ def test_each_shows_progress_and_leaves_all_as_it_was(name: str, interrupt: Inte
 def test_the_plans_found_so_far_are_on_the_exception(
     function: Callable[..., Any], interrupt: Interrupt
 ) -> None:
-    model, inputs = Residuals(blocks=6), images(8, 4, 16)
+    model, inputs = Residuals(blocks=4), images(8, 4, 16)
     interrupt("plans for budgets", 20)
     with pytest.raises(
         Interrupted, match=r"interrupted; \d+ of the best plans of Residuals"
@@ -121,9 +122,9 @@ def test_the_plans_found_so_far_are_on_the_exception(
 
 
 def test_an_interrupt_while_offloading_is_searched_loses_no_plan(interrupt: Interrupt) -> None:
-    model, inputs = Residuals(blocks=6), images(64, 4, 32)
+    model, inputs = Residuals(blocks=4), images(64, 4, 32)
     kept = zoo.frontier(model, inputs, device="a100")
-    interrupt("plans with offloading", 20)
+    interrupt("plans with offloading", 12)
     with pytest.raises(Interrupted, match="best plans of Residuals") as told:
         zoo.frontier(model, inputs, device="a100", offload=True)
     found = told.value.found
@@ -139,7 +140,10 @@ def test_before_a_first_plan_there_is_nothing(interrupt: Interrupt) -> None:
     assert type(told.value) is KeyboardInterrupt
 
 
-def test_the_largest_size_known_to_fit_is_on_the_exception(interrupt: Interrupt) -> None:
+def test_the_largest_size_known_to_fit_is_on_the_exception(
+    interrupt: Interrupt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zoo.api.checkpoint.step_trace_of", tracing_once({}, id))
     model = Residuals()
     # cuBLAS alone holds 16.25 MiB there
     ask = functools.partial(zoo.largest, model, images(), memory_budget="17.25MiB", device="a100")

@@ -23,7 +23,14 @@ from zoo.planner.costs import simulate
 from zoo.planner.offload_choices import segments_of
 from zoo.units import format_bytes
 
-pytestmark = pytest.mark.usefixtures("without_fork", "few_plans")
+pytestmark = pytest.mark.usefixtures("without_fork")
+
+
+@pytest.fixture(autouse=True)
+def _two_plans(few_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each kind, for each of which a step is tracked."""
+    monkeypatch.setattr("zoo.policy.budget.MOST", 2)
+
 
 # bytes of the gradients of a block of `Net(16)`
 BLOCK = 4 * sum(parameter.numel() for parameter in Net(16).blocks[0].parameters())
@@ -40,7 +47,7 @@ def report(name: str, way: str, world: int, **bounds: Any) -> zoo.RankReport:
 
 @pytest.mark.parametrize("world", CASES)
 def test_a_rank_takes_what_is_predicted(world, tmp_path):
-    planned = {case: report(*case, world, max_overhead=0.1) for case in CASES[world]}
+    planned = {case: report(*case, world, max_overhead=0.5) for case in CASES[world]}
     predicted = {}
     for case, found in planned.items():
         assert found.predicted_peak < found.baseline_peak
@@ -89,8 +96,7 @@ def test_an_anatomy_shows_what_lies_on_the_host_over_time():
     assert kept.host_peak == found.baseline.host_peak == 0
 
 
-def test_a_rank_offloads_what_its_host_has_room_for(monkeypatch):
-    monkeypatch.setattr("zoo.policy.budget.MOST", 2)
+def test_a_rank_offloads_what_its_host_has_room_for():
     model, x = nn.Sequential(*(Block() for _ in range(3)), nn.Linear(64, 8)), torch.rand(2048, 64)
     kept = plan(model, x, max_overhead=0.2)
     found = plan(model, x, max_overhead=0.2, offload=True)
@@ -144,7 +150,8 @@ def shard_each(model: nn.Module) -> None:
     fully_shard(model)
 
 
-def test_the_best_plans_of_one_process_are_not_the_only_ones():
+def test_the_best_plans_of_one_process_are_not_the_only_ones(monkeypatch):
+    monkeypatch.setattr("zoo.policy.budget.MOST", 3)
     # its gradients and optimizer's state leave nothing to save, and a rank's are small
     blocks = (nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)) for _ in range(4))
     model = nn.Sequential(*(Residual(block) for block in blocks))

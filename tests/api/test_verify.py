@@ -102,7 +102,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         ),
         lambda: images(2, 3, 8),
     ),
-    "vnet": (functools.partial(zoo.vnet, width=4), lambda: torch.rand(2, 1, 16, 16, 16)),
+    "vnet": (functools.partial(zoo.vnet, width=2), lambda: torch.rand(2, 1, 16, 16, 16)),
     "vit": (
         functools.partial(
             zoo.vit_tiny_patch16, image_size=32, depth=2, classes=5, drop_path_rate=0.2

@@ -32,7 +32,7 @@ from zoo.planner.search_space import (
 )
 from zoo.profiling.step_profile import Profile
 
-dense = functools.partial(DenseNet, 32, (6, 12, 8), 10)
+dense = functools.partial(DenseNet, 32, (6, 6, 4), 10)
 
 
 @functools.cache
@@ -157,9 +157,9 @@ def recurrent(steps: int) -> StepCosts:
 
 
 def test_the_table_of_a_recurrent_network_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = ENTRIES // 4  # which a shorter chain exceeds
+    entries = ENTRIES // 16  # which a shorter chain exceeds
     monkeypatch.setattr("zoo.planner.search_space.ENTRIES", entries)
-    costs = recurrent(200)
+    costs = recurrent(120)
     assert Entries(SearchSpace(costs, default_cuts(costs, 50))).count > entries
     spaces = [*search_spaces(costs)]
     assert len(spaces) == 2
@@ -171,15 +171,15 @@ def test_the_table_of_a_recurrent_network_is_bounded(monkeypatch: pytest.MonkeyP
 def test_a_recurrent_network_beyond_the_table_has_plans_as_good_as_simple_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("zoo.planner.search_space.ENTRIES", ENTRIES // 4)
-    costs = recurrent(200)
+    monkeypatch.setattr("zoo.planner.search_space.ENTRIES", ENTRIES // 16)
+    costs = recurrent(120)
     assert len([*search_spaces(costs)]) == 2
     points = frontier(costs)
-    for simple in (segments(range(200), 20), segments(range(200), 8)):
+    for simple in (segments(range(120), 12), segments(range(120), 6)):
         peak, seconds, _ = measures(simple, costs)
         best = simulate(within(points, peak), costs)
         assert best.recomputed_seconds <= seconds
-    assert points[0].peak < 0.9 * measures(segments(range(200), 20), costs)[0]
+    assert points[0].peak < 0.9 * measures(segments(range(120), 12), costs)[0]
 
 
 @pytest.mark.parametrize(("blocks", "steps"), [(1, 9000), (200, 45), (300, 30), (9000, 1)])

@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,10 +13,14 @@ def tracing_once(
 ) -> Callable[..., StepTrace]:
     """Returns what traces a step unless `known` has one of a model with that name."""
 
-    def trace_of(model: nn.Module, given: Invocation, loss: Any = None) -> StepTrace:
-        key = name_of(model), InputSpec.of(given, model), loss
+    def trace_of(
+        model: nn.Module, given: Invocation, loss: Any = None, blocks: Sequence[str] = ()
+    ) -> StepTrace:
+        # the last of the structure is an optimizer in the backward, of which a trace knows nothing
+        structure, sizes = InputSpec.of(given, model)
+        key = name_of(model), structure[:-1], sizes, loss, tuple(blocks)
         if key not in known:
-            known[key] = model, step_trace_of(model, given, loss)
+            known[key] = model, step_trace_of(model, given, loss, blocks)
         return known[key][1]
 
     return trace_of

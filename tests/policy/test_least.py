@@ -12,24 +12,25 @@ import zoo
 from tests.training import images
 from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.models.densenet import DenseNet
+from zoo.models.resnet import ResNet, basic
 from zoo.profiling.peak_memory import trace
 
 pytestmark = pytest.mark.usefixtures("without_fork", "few_plans", "traces_once")
 
 OTHERS = ["blocks", "sqrt", "cheap", 2, 4]
 FAMILIES: dict[str, tuple[Callable[..., nn.Module], Callable[[], Any]]] = {
-    "resnet": (functools.partial(zoo.resnet18, classes=5), lambda: (images(2, 3, 64),)),
+    "resnet": (functools.partial(ResNet, basic, (2, 2, 1), 5), lambda: (images(2, 3, 64),)),
     "densenet": (
         functools.partial(DenseNet, growth_rate=12, depths=(3, 4), classes=5),
         lambda: (images(2, 3, 64),),
     ),
     "vit": (
-        functools.partial(zoo.vit_tiny_patch16, image_size=64, depth=4),
+        functools.partial(zoo.vit_tiny_patch16, image_size=64, depth=2),
         lambda: (images(8, 3, 64),),
     ),
-    "vnet": (functools.partial(zoo.vnet, width=4), lambda: (torch.rand(1, 1, 32, 32, 32),)),
+    "vnet": (functools.partial(zoo.vnet, width=2), lambda: (torch.rand(1, 1, 32, 32, 32),)),
     "gpt2": (
-        functools.partial(zoo.gpt2_small, depth=3, width=64, heads=4, vocabulary=200),
+        functools.partial(zoo.gpt2_small, depth=2, width=64, heads=4, vocabulary=200),
         lambda: (torch.randint(200, (2, 128)), torch.randint(200, (2, 128))),
     ),
     "lstm": (

@@ -65,21 +65,26 @@ def small(build: Callable[..., Any], *args: Any, **options: Any) -> Callable[...
 
 FAMILIES: dict[str, tuple[Callable[..., Any], Callable[[], list[Tensor]], Any]] = {
     "resnet": (
-        small(ResNet, basic, (2, 2, 1), 5, drop_rate=0.2, drop_path_rate=0.2),
+        small(ResNet, basic, (2, 1), 5, drop_rate=0.2, drop_path_rate=0.2),
         pictures,
         None,
     ),
     "bottleneck": (small(ResNet, bottleneck, (2, 2), 5), pictures, None),
     "preactivation": (
-        small(PreactivationResNet, basic, 3, 5),
+        small(PreactivationResNet, basic, 2, 5),
         functools.partial(pictures, 8),
         None,
     ),
-    "densenet": (small(DenseNet, 8, (4, 6, 3), 5, drop_rate=0.2), pictures, None),
-    "vnet": (functools.partial(zoo.vnet, width=4, drop_rate=0.3), volumes, None),
+    "densenet": (small(DenseNet, 8, (3, 2), 5, drop_rate=0.2), pictures, None),
+    "vnet": (functools.partial(zoo.vnet, width=2, drop_rate=0.3), volumes, None),
     "vit": (
         functools.partial(
-            zoo.vit_tiny_patch16, image_size=32, classes=5, drop_rate=0.1, drop_path_rate=0.2
+            zoo.vit_tiny_patch16,
+            image_size=32,
+            depth=3,
+            classes=5,
+            drop_rate=0.1,
+            drop_path_rate=0.2,
         ),
         pictures,
         None,
