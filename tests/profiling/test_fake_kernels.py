@@ -118,6 +118,23 @@ def test_products(axes: int) -> None:
         assert 0 < sum(agrees(aten.addmm.default, *three) for three in triples) < len(tensors) ** 3
 
 
+def test_losses_of_scores() -> None:
+    with FakeTensorMode():
+        scores = [torch.empty(6, 5), torch.empty(5, 6).t(), torch.empty(6, 5).bfloat16()]
+        scores += [torch.empty(6), torch.empty(2, 3, 5)]
+        targets, one, ones = torch.zeros(6).long(), torch.empty(()), torch.empty(6)
+        weight = torch.empty(5)
+    softmax, of_softmax = aten._log_softmax.default, aten._log_softmax_backward_data.default
+    found = [agrees(softmax, x, dim, False) for x in scores for dim in range(-1, x.ndim)]
+    pairs = itertools.product(scores[:3], scores[:2])
+    found += [agrees(of_softmax, *pair, dim, torch.float32) for pair in pairs for dim in (0, 1)]
+    of_picked = functools.partial(agrees, aten.nll_loss_backward.default)
+    for x in scores[:2]:
+        found += [of_picked(one, x, targets, by, 2, -100, one) for by in (None, weight)]
+        found.append(of_picked(ones, x, targets, None, 0, -100, one))
+    assert sum(found) == 6
+
+
 @pytest.mark.parametrize("dim", [0, 1, -1, 4])
 def test_concatenation(dim: int) -> None:
     tensors = fakes(FakeTensorMode())
