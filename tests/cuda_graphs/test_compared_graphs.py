@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("without_fork")
 SMALL = {"vocabulary": 500, "embedding": 8, "hidden": 8, "drop_rate": 0.5, "chunk_steps": 5}
 DEEP = {"vocabulary": 100, "width": 16, "depth": 2, "heads": 2, "drop_rate": 0.1}
 MODELS = {
-    "lstm": ModelConfig("lstm", "stream", 4, 20, SMALL, repeats=1),
+    "lstm": ModelConfig("lstm", "stream", 4, 10, SMALL, repeats=1),
     "gpt2_small": ModelConfig("gpt2_small", "text", 2, 16, DEEP, repeats=1, optimizer="adamw"),
 }
 

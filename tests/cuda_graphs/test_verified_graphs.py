@@ -11,6 +11,8 @@ from tests.cuda_graphs.software_graphs import SoftwareGraphs
 from zoo.cuda_graphs import graphed_step
 from zoo.cuda_graphs.capture import CapturedStep
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:

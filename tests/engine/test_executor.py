@@ -120,7 +120,7 @@ def test_every_norm_and_dropout_is_exact(plan: str) -> None:
     assert_same(train(other, volumes, forward=by(plan, other)), expected)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(plan=plans(most=10), frozen=st.booleans(), eval_mode=st.booleans(), grad=st.booleans())
 def test_random_plans_are_exact(plan: Plan, frozen: bool, eval_mode: bool, grad: bool) -> None:
     plan = Plan([*plan, *range(len(plan.flatten()), 10)])

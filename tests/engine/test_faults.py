@@ -12,6 +12,7 @@ which the baseline does not have, it is interrupted at the gradient that came la
 
 import functools
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import zoo
-from tests.training import Record, assert_same, everything, images, train
+from tests.training import Record, assert_same, everything, images
 from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.engine.kernel_settings import read_settings
 from zoo.engine.segments import thread
@@ -31,6 +32,8 @@ from zoo.models.densenet import DenseNet
 from zoo.models.preactivation_resnet import PreactivationResNet, basic
 from zoo.models.vit import ViT
 from zoo.planner.plan import Plan
+
+pytestmark = pytest.mark.usefixtures("without_fork")
 
 MOST = 16
 ERRORS: list[Callable[[str], BaseException]] = [
@@ -101,7 +104,7 @@ class Watched:
 
     def forget(self, fault: Point | None = None, error: BaseException | None = None) -> None:
         """Begins to count anew."""
-        self.points = list[Point]()
+        self.points, self.passed = list[Point](), Counter[str]()
         self.fault, self.error = fault, error
 
     def run(self, forward: Callable[..., Any], *given: Any, **options: Any) -> Any:
@@ -115,13 +118,14 @@ class Watched:
         return value
 
     def pass_point(self, phase: str) -> None:
-        point = Point(phase, sum(other.phase == phase for other in self.points))
+        point = Point(phase, self.passed[phase])
+        self.passed[phase] += 1
         self.points.append(point)
         if point == self.fault:
             assert self.error is not None
             raise self.error
 
-    def step(self, fault: Point | None, error: BaseException | None) -> Record:
+    def step(self, fault: Point | None = None, error: BaseException | None = None) -> Record:
         """Runs forward and backward from the start's state, to the fault; returns what it left."""
         self.model.load_state_dict(self.start)
         self.model.zero_grad()
@@ -143,11 +147,6 @@ class Watched:
     def call(self, *inputs: Any) -> Tensor:
         output = self.model(*inputs)
         return output[0] if isinstance(output, tuple) else output
-
-    def after(self) -> Record:
-        """Trains one whole step."""
-        self.forget()
-        return train(self.model, self.inputs, 1, forward=self.call)
 
     def check_surroundings(self) -> None:
         """Asserts that buffers, flags, hooks and the thread's modes are those of before."""
@@ -179,19 +178,19 @@ def nested(steps: int) -> Plan:
     return Plan([(*range(a), inner, *range(c, d)), tuple(range(d, e)), *range(e, steps)])
 
 
-def watch(family: str) -> tuple[Watched, Watched]:
-    """Builds baseline and checkpointed model of a family, and takes one step with each."""
+def watch(family: str) -> tuple[Watched, Watched, Record]:
+    """Builds baseline and checkpointed model of a family, and returns what one step leaves."""
     build, inputs = FAMILIES[family]
     pair = []
     for _ in range(2):
         torch.manual_seed(1)
         pair.append(Watched(build(), inputs))
     baseline, checkpointed = pair
-    expected = baseline.step(None, None)
+    expected = baseline.step()
     steps = zoo.chain_of(checkpointed.model, tuple(inputs()))
     put_in_force(checkpointed.model, nested(len(steps.names)))
-    assert_same(checkpointed.step(None, None), expected)
-    return baseline, checkpointed
+    assert_same(checkpointed.step(), expected)
+    return baseline, checkpointed, expected
 
 
 def chosen(points: Sequence[Point]) -> list[Point]:
@@ -213,7 +212,7 @@ def same_point(fault: Point, points: Sequence[Point]) -> Point:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fault_at_any_point_leaves_what_it_leaves_in_the_baseline(family: str) -> None:
     """an exception anywhere | exact | nothing left behind"""
-    baseline, checkpointed = watch(family)
+    baseline, checkpointed, after = watch(family)
     points = checkpointed.points
     faults = chosen(points)
     assert {point.phase for point in faults} == {"forward", "replay", "gradient"}
@@ -224,7 +223,7 @@ def test_a_fault_at_any_point_leaves_what_it_leaves_in_the_baseline(family: str)
         if fault.phase == "replay":
             expected, actual = without_gradients(expected), without_gradients(actual)
         assert_same(actual, expected)
-        assert_same(checkpointed.after(), baseline.after())
+        assert_same(checkpointed.step(), after)
 
 
 def without_gradients(record: Record) -> Record:

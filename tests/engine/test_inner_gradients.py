@@ -24,6 +24,8 @@ from tests.training import Call, Forward, assert_exact, elsewhere, gradients, ne
 from zoo.errors import RecomputeError
 from zoo.profiling.peak_memory import trace
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 Energy = Callable[[Tensor], Tensor]
 # the next point of an inner loop, from a point and what the loop minimizes there
 Step = Callable[[Tensor, Energy], Tensor]

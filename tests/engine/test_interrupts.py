@@ -2,8 +2,8 @@
 
 import functools
 import sys
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -99,18 +99,30 @@ def is_in_rooms(file: str) -> bool:
     return any(room in file for room in ROOMS)
 
 
-class Interrupt:
-    """Raises KeyboardInterrupt before a line of zoo's, the n-th that runs."""
+Line = tuple[CodeType, int]
 
-    def __init__(self, at: int) -> None:
-        self.at, self.places = at, list[tuple[CodeType, int]]()
+
+class Interrupt:
+    """Raises KeyboardInterrupt before a line of zoo's, the n-th that runs.
+
+    Given one line it sees no other, which takes half the time.
+    """
+
+    def __init__(self, at: int, only: Line | None = None) -> None:
+        self.at, self.only, self.places = at, only, list[Line]()
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        return self.line if is_in_rooms(frame.f_code.co_filename) else None
+        code = frame.f_code
+        is_seen = self.is_in_rooms(code.co_filename) if self.only is None else code is self.only[0]
+        return self.line if is_seen else None
+
+    def is_in_rooms(self, file: str) -> bool:
+        """Returns whether lines of a file are seen."""
+        return is_in_rooms(file)
 
     def line(self, frame: FrameType, event: str, _: Any) -> Any:
         """Is called before each line of a function in the rooms."""
-        if event == "line":
+        if event == "line" and (self.only is None or frame.f_lineno == self.only[1]):
             self.places.append((frame.f_code, frame.f_lineno))
             if len(self.places) - 1 == self.at:
                 raise KeyboardInterrupt
@@ -127,17 +139,19 @@ class Interrupt:
 
 
 # lines at which a test has interrupted a step, by what makes its model
-interrupted: defaultdict[Callable[[], nn.Module], set[tuple[CodeType, int]]] = defaultdict(set)
+interrupted: defaultdict[Callable[[], nn.Module], set[Line]] = defaultdict(set)
 
 
-def times_of_lines(make: Callable[[], nn.Module], function: Callable[[], object]) -> list[int]:
-    """Returns when each line runs for the last time, without those of an earlier test."""
+def last_times(
+    make: Callable[[], nn.Module], function: Callable[[], object]
+) -> Iterator[Interrupt]:
+    """Yields what interrupts each line as it runs for the last time, but those of earlier tests."""
     every = Interrupt(-1)
     every.during(function)
-    times = {line: time for time, line in enumerate(every.places)}
-    new = times.keys() - interrupted[make]
-    interrupted[make] |= new
-    return sorted(times[line] for line in new)
+    for line, times in Counter(every.places).items():
+        if line not in interrupted[make]:
+            interrupted[make].add(line)
+            yield Interrupt(times - 1, line)
 
 
 @pytest.mark.parametrize(("make", "train"), [(planned, train), (nested, train), (planned, batched)])
@@ -157,10 +171,9 @@ def test_an_interrupt_at_any_line_is_undone(
         return train(model)
 
     expected = frozen(step())
-    for number, at in enumerate(times_of_lines(make, step)):
-        interrupt = Interrupt(at)
+    for number, interrupt in enumerate(last_times(make, step)):
         interrupt.during(step)
-        assert state_of_thread() == before, interrupt.places[-1]
+        assert state_of_thread() == before, interrupt.only
         # a whole step takes long
         if number % 20 == 0:
             assert_same(frozen(step()), expected)

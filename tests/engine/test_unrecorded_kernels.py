@@ -13,6 +13,8 @@ from zoo._torch import dispatch_modes, top_saved_tensors_hooks
 from zoo.engine.segments import thread
 from zoo.planner.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("without_fork", "few_plans")
+
 
 class Block(nn.Module):
     """A residual block that notes the modes and hooks around it."""

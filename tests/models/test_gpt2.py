@@ -127,7 +127,7 @@ def test_loss_is_the_cross_entropy_of_the_scores(chunk_tokens):
 
 @pytest.mark.parametrize("shape", [(4, 96)])
 def test_the_chosen_chunk_takes_no_more_than_the_best_of_several(shape):
-    sizes = {"width": 64, "depth": 4, "heads": 4, "vocabulary": 5000, "positions": 128}
+    sizes = {"width": 64, "depth": 2, "heads": 4, "vocabulary": 5000, "positions": 128}
     peak = functools.partial(language_step_peak, zoo.gpt2_small, shape, **sizes)
     given = [peak(chunk_tokens=chunk) for chunk in (16, 128, shape[0] * shape[1])]
     chosen = peak()

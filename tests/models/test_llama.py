@@ -108,6 +108,7 @@ def test_equals_hugging_face_bit_for_bit(kind, tied, dtype, form):
     assert not parameters
 
 
+@pytest.mark.usefixtures("few_plans")
 @pytest.mark.parametrize(
     "option",
     [
@@ -193,6 +194,7 @@ def test_published_sizes(build, parameters):
 
 
 @needs_numpy
+@pytest.mark.usefixtures("few_plans")
 def test_the_8b_is_planned_on_meta():
     with torch.device("meta"):
         model, tokens = zoo.llama3_1_8b(depth=2), torch.zeros(1, 4096, dtype=torch.int64)

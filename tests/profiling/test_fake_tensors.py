@@ -18,6 +18,8 @@ from zoo.errors import ArgumentError
 from zoo.profiling.fake_tensors import MOST, FakeTensorFixes, as_data
 from zoo.profiling.optimizer_memory import optimizer_bytes
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 
 def read(make: Callable[[Tensor], Any], data: Tensor | None = None) -> Any:
     """Calls a function of data under fake tensors, as planning calls a loss."""

@@ -219,15 +219,15 @@ def plan() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_fifty_interrupts_end_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupts_end_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     # in the process to which they are sent, not in one of its own
     monkeypatch.setattr("zoo.profiling.isolation.can_fork", lambda: False)
     plan()
     calls = Presses()
     calls.run(plan)
-    presses = Presses([1 + number * (len(calls.calls) - 100) // 50 for number in range(50)])
+    presses = Presses([1 + number * (len(calls.calls) - 100) // 25 for number in range(25)])
     presses.run(plan)
-    assert len(presses.ends) == 50
+    assert len(presses.ends) == 25
     assert [(status, inside) for status, inside in presses.ends if status] == []
 
 

@@ -55,6 +55,7 @@ class Words(nn.Module):
         return x
 
 
+@pytest.mark.usefixtures("without_fork")
 @pytest.mark.parametrize("plan", range(4))
 @pytest.mark.parametrize(
     ("build", "inputs"),
@@ -120,6 +121,7 @@ def test_casts_are_those_that_autocast_caches_each_once() -> None:
         assert len(held) == (3 if is_cached else 0)
 
 
+@pytest.mark.usefixtures("without_fork")
 @pytest.mark.parametrize("timed", [False, True])
 def test_a_replay_that_ends_with_dropout_is_counted_to_its_end(timed: bool) -> None:
     """Its mask may still be written when it is saved."""

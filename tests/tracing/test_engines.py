@@ -14,6 +14,8 @@ import zoo
 from tests.tracing.models import Net
 from tests.training import assert_same, images, train
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 
 def batch() -> list[Tensor]:
     return [images()]

@@ -58,6 +58,7 @@ def check(model: nn.Module, inputs: Callable[[], Sequence[Tensor]], option: Any)
     return other
 
 
+@pytest.mark.usefixtures("without_fork")
 @pytest.mark.parametrize("option", [True, 2, "sqrt", "blocks", "cheap"])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_option_is_exact(name: str, option: Any) -> None:
@@ -66,6 +67,7 @@ def test_every_option_is_exact(name: str, option: Any) -> None:
     check(build(), inputs, option)
 
 
+@pytest.mark.usefixtures("without_fork")
 @pytest.mark.parametrize("option", [True, 2, 4, "sqrt", "blocks", "cheap"])
 @pytest.mark.parametrize("averages", ["list", "each"])
 def test_what_a_forward_writes_where_it_ends(averages: str, option: Any) -> None:

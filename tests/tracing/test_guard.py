@@ -17,6 +17,8 @@ from zoo.tracing.plan_cache import PlanCache
 from zoo.tracing.planned_forward import patched_forward
 from zoo.tracing.tracer import Tracer
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 
 class Summing(nn.Module):
     """Sums the rows of more than three samples."""

@@ -129,7 +129,8 @@ class PendingReads:
         if not waiting:
             return
         # more than will be replayed if a replay of the segment around it has made a part
-        scheduled = schedule(outermost.backwards(), goals_of(waiting), ())
+        goals = goals_of(waiting)
+        scheduled = schedule(outermost.backwards(goals), goals, ())
         arguments = (
             external for kernel in kernels_in(scheduled) for external in kernel.externals()
         )

@@ -246,7 +246,7 @@ class Request:
         goals = goals_of(self.waiting(segment)).union(*map(self.inputs_of, parts))
         inputs = {value for value in goals if not segment.makes(value)}
         there = AvailableValues(segment.recording.storages, {})
-        for kernel in kernels_in(schedule(segment.backwards(), goals, there)):
+        for kernel in kernels_in(schedule(segment.backwards(goals), goals, there)):
             inputs.update(value for value in kernel.reads() if value.made_at < segment.first)
         return inputs
 
@@ -365,14 +365,16 @@ def _replay_segment(segment: Segment, request: Request) -> None:
         return
     goals = goals_of(waiting).union(*needs.values())
     there = AvailableValues(segment.recording.storages, inputs)
-    scheduled = schedule(segment.backwards(), goals, there)
+    scheduled = schedule(segment.backwards(goals), goals, there)
     try:
         _replay_kernels(segment, scheduled, waiting, needs, there.reused)
     except RecomputeError:
         if not there.reused:
             raise
         # code that torch does not see may have written a reused tensor
-        _replay_kernels(segment, schedule(segment.backwards(), goals, inputs), waiting, needs, {})
+        _replay_kernels(
+            segment, schedule(segment.backwards(goals), goals, inputs), waiting, needs, {}
+        )
 
 
 def _replay_kernels(
@@ -448,7 +450,8 @@ def _prune(segment: Segment) -> None:
     handles = segment.all_handles()
     for handle in handles:
         handle.look_for_writes()
-    scheduled = schedule(segment.backwards(), goals_of(handles), ())
+    goals = goals_of(handles)
+    scheduled = schedule(segment.backwards(goals), goals, ())
     segment.recording.close([*kernels_in(scheduled)])
     if segment.recording.storages.is_replayed:
         # for a backward that asked for less than all, and may not have ended

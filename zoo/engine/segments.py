@@ -8,7 +8,7 @@ import bisect
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Optional, Protocol, final
 
 import torch
@@ -106,12 +106,19 @@ class Segment:
         """Returns whether a kernel of this segment or of an inner one made a value."""
         return self.first <= value.made_at and (self.end is None or value.made_at < self.end)
 
-    def backwards(self) -> Iterator[RecordedKernel]:
-        """Yields the kernels of this segment and of all inner ones, the last one first."""
+    def backwards(self, wanted: Collection[Value]) -> Iterator[RecordedKernel]:
+        """Yields the kernels of this segment and of all inner ones, the last one first.
+
+        It begins with the last that made a wanted value: of segments in segments, hundreds deep,
+        others are many.
+        """
         kernels = self.recording.kernels
         position = len(kernels)
-        if self.end is not None and position and kernels[-1].index >= self.end:
-            position = bisect.bisect_left(kernels, self.end, key=lambda kernel: kernel.index)
+        end = max((value.made_at for value in wanted), default=-1) + 1
+        if self.end is not None:
+            end = min(end, self.end)
+        if position and kernels[-1].index >= end:
+            position = bisect.bisect_left(kernels, end, key=lambda kernel: kernel.index)
         while position and kernels[position - 1].index >= self.first:
             position -= 1
             yield kernels[position]

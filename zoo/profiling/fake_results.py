@@ -377,6 +377,37 @@ def _batch_norm_backward(
     )
 
 
+def _of_scores(mode: FakeTensorMode, like: Tensor, *others: PyTree, kind: PyTree = False) -> PyTree:
+    """Returns what a loss makes of scores (N, C), or of gradients of theirs."""
+    tensors = [like, *(other for other in others if isinstance(other, Tensor))]
+    is_same_kind = kind in (False, like.dtype) and all(
+        _is_plain(other) and (other.dtype, other.device) == (like.dtype, like.device)
+        for other in tensors
+    )
+    is_matrix = len(like.shape) == 2 and like.is_contiguous()
+    return _like(mode, like) if is_same_kind and is_matrix else NotImplemented
+
+
+def _log_softmax(mode: FakeTensorMode, x: Tensor, dim: int, widens: bool) -> PyTree:
+    return _of_scores(mode, x, kind=widens) if dim in (-1, 1) else NotImplemented
+
+
+def _log_softmax_backward(
+    mode: FakeTensorMode, gradient: Tensor, result: Tensor, dim: int, kind: torch.dtype
+) -> PyTree:
+    if dim not in (-1, 1) or gradient.shape != result.shape or not gradient.is_contiguous():
+        return NotImplemented
+    return _of_scores(mode, result, gradient, kind=kind)
+
+
+def _picked_backward(
+    mode: FakeTensorMode, gradient: Tensor, x: Tensor, targets: Tensor, *others: PyTree
+) -> PyTree:
+    weight, reduction, *_ = others
+    is_sum = weight is None and reduction != 0 and targets.shape == x.shape[:1]
+    return _of_scores(mode, x, gradient) if is_sum and not gradient.shape else NotImplemented
+
+
 def _set_storage(
     mode: FakeTensorMode, tensor: Tensor, storage: UntypedStorage, *geometry: PyTree
 ) -> PyTree:
@@ -508,6 +539,9 @@ _RULES: dict[Operator, Callable[..., PyTree]] = {
     RECURRENT: _recurrent,
     _aten._cudnn_rnn_backward.default: _recurrent_backward,
     _aten._cudnn_rnn_flatten_weight.default: _flatten,
+    _aten._log_softmax.default: _log_softmax,
+    _aten._log_softmax_backward_data.default: _log_softmax_backward,
+    _aten.nll_loss_backward.default: _picked_backward,
     BATCH_NORM: _batch_norm,
     _aten.native_batch_norm_backward.default: _batch_norm_backward,
 }

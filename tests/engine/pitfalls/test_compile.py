@@ -28,6 +28,8 @@ from tests.training import (
 )
 from zoo.errors import RecomputeError
 
+pytestmark = pytest.mark.usefixtures("without_fork")
+
 compiled: Any = torch.compile
 
 
