@@ -33,7 +33,10 @@ def texts(*shape):
 MODELS = {
     "residuals": (Residuals, lambda: images(8, size=16)),
     "resnet": (functools.partial(ResNet, basic, (2, 1), 10), lambda: torch.rand(2, 3, 32, 32)),
-    "lstm": (lambda: zoo.lstm(vocabulary=50, embedding=32, hidden=32, layers=1), lambda: texts(25, 4)),
+    "lstm": (
+        lambda: zoo.lstm(vocabulary=50, embedding=32, hidden=32, layers=1),
+        lambda: texts(25, 4),
+    ),
 }
 
 
