@@ -216,7 +216,10 @@ def test_a_model_on_the_meta_device_is_planned_for() -> None:
             "the forward of Reader reads numbers .*zoo.checkpoint without a budget traces",
         ),
         # of sizes at which nothing runs for real
-        (lambda: zoo.largest(Reader(), images()), "the forward of Reader reads numbers"),
+        (
+            lambda: zoo.largest(Reader(), images(), memory_budget="4GiB"),
+            "the forward of Reader reads numbers",
+        ),
         (lambda: zoo.plan(Net(), 3, max_overhead=1), "a dict of keyword arguments; got int"),
     ],
 )

@@ -16,9 +16,11 @@ import contextlib
 import ctypes
 import functools
 import operator
+import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
@@ -32,6 +34,8 @@ from zoo.errors import ArgumentError, RecomputeError, nearest
 SIZE, HEAD, TAIL = 5056, 24, 40
 # bytes of a packed state
 PACKED_SIZE = (SIZE - HEAD - TAIL) // 2 + HEAD + TAIL
+# where Linux says how much memory there is, and how much a container may take
+MEMINFO, CONTROL_GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def accelerator() -> str | None:
@@ -248,6 +252,28 @@ def free_bytes(device: torch.device) -> int:
     """Returns the bytes on a device that are free, or cached by torch and not in use."""
     free, _ = _device_function(device, "mem_get_info", "get_memory_info")()
     return int(free) + int(_device_function(device, "memory_reserved")()) - allocated(device)
+
+
+def free_host_bytes(meminfo: Path = MEMINFO, group: Path = CONTROL_GROUP) -> int:
+    """Returns the bytes of host memory that this process may take: free, or caches of files.
+
+    Linux gives those up when memory is asked for, and they fill what is free. A container's limit
+    counts, as files of control groups of version 2 tell it.
+    """
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        free = _table(meminfo)["MemAvailable:"] * 1024
+    # without a limit it is "max"
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        free = min(free, limit - used + _table(group / "memory.stat")["inactive_file"])
+    return max(free, 0)
+
+
+def _table(file: Path) -> dict[str, int]:
+    """Reads a file of the kernel with a name and a number in each line."""
+    lines = (line.split() for line in file.read_text().splitlines())
+    return {name: int(number) for name, number, *_ in lines}
 
 
 def _module(device: torch.device) -> Any:

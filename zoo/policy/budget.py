@@ -16,7 +16,6 @@ it, and so do the workspaces of cuBLAS, so that a budget limits `torch.cuda.max_
 
 import functools
 import math
-import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
@@ -26,7 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.engine.devices import counts_memory, free_bytes, name_of, splits_all_blocks
+from zoo.engine.devices import (
+    counts_memory,
+    free_bytes,
+    free_host_bytes,
+    name_of,
+    splits_all_blocks,
+)
 from zoo.engine.host_memory import copy_rate
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, BudgetError, Interrupted, needed, shortened
@@ -708,7 +713,7 @@ def optimal_planner() -> Any:
 def free_on(device: torch.device) -> int:
     """Returns the bytes that are free on a device, or cached by torch and not in use."""
     if device.type == "cpu":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return free_host_bytes()
     if not counts_memory(device):
         raise ArgumentError(
             "memory_budget='device', and checkpoint='auto' without a budget, need the CPU or a "
