@@ -32,11 +32,12 @@ OF_OTHER_DEVICES = {"lstm": "torch's kernel of an LSTM's cell is for CUDA and XP
 
 # the files that take the longest, longest first
 LONG = (
-    "test_docs.py", "test_max_size.py", "test_budget.py", "test_memory_optimized.py",
-    "test_options.py", "test_examples.py", "test_worker.py", "test_ranks.py", "test_programs.py",
-    "test_recorded_steps.py", "test_in_backward.py", "test_lstm.py", "test_optimal.py",
-    "test_sizes.py", "test_fuzz.py", "test_commands.py", "test_least.py", "test_verify.py",
-    "test_faults.py", "test_exact.py", "test_interrupts.py",
+    "test_memory_optimized.py", "test_budget.py", "test_ranks.py", "test_docs.py",
+    "test_max_size.py", "test_recorded_steps.py", "test_packaging.py", "test_groups.py",
+    "test_commands.py", "test_examples.py", "test_options.py", "test_worker.py", "test_verify.py",
+    "test_every.py", "test_kill.py", "test_lstm.py", "test_optimal.py", "test_sizes.py",
+    "test_emulated_captures.py", "test_processes.py", "test_run.py", "test_graphed_step.py",
+    "test_host_memory.py", "test_least.py", "test_exact.py", "test_interrupts.py",
 )  # fmt: skip
 
 

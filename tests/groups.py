@@ -376,3 +376,9 @@ CHECKS: dict[str, Callable[[], None]] = {
     "optimizer in the backward, checkpointed": functools.partial(optimizer_in_backward, True),
     "optimizer in the backward of a wrapper": optimizer_in_backward_of_a_wrapper,
 }
+# once for each way to spread a model
+IN_FOUR = (
+    "data parallel", "sharded after", "sharded before", "synchronized", "tensor parallel before",
+    "tensor parallel by rows", "steps of shards", "pipeline", "collectives", "one plan",
+    "budget of shards", "optimizer in the backward",
+)  # fmt: skip

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,12 @@ Failures = Callable[[str], list[str]]
 IMPORTED = ["tests.groups", "tests.api.ranks"]
 
 
-def failures_in(world: int, module: str, folder: Path) -> Failures:
-    """Makes the `CHECKS` of a module in each of `world` processes, which are started once.
+def failures_in(world: int, module: str, folder: Path, names: Sequence[str] = ()) -> Failures:
+    """Makes the `CHECKS` of a module, or some, in each of `world` processes, started once.
 
     Returns a function from a check's name to its failures: a text per process, "" if it held.
     """
-    results = results_in(world, functools.partial(_failures, module), folder)
+    results = results_in(world, functools.partial(_failures, module, names), folder)
     return lambda name: [failures[name] for failures in results]
 
 
@@ -61,10 +61,10 @@ def _backend_of(device: str) -> str:
     return collectives.register(device)
 
 
-def _failures(module: str) -> dict[str, str]:
-    failures = {}
-    for name, check in importlib.import_module(module).CHECKS.items():
-        failures[name] = _failure_of(check)
+def _failures(module: str, names: Sequence[str]) -> dict[str, str]:
+    failures, checks = {}, importlib.import_module(module).CHECKS
+    for name in names or checks:
+        failures[name] = _failure_of(checks[name])
         distributed.barrier()
     return failures
 

@@ -128,33 +128,43 @@ def test_the_peak_of_a_compared_graph_is_that_of_its_step_and_of_a_batch(found: 
 
 
 FAMILIES = """
+from zoo.models.densenet import DenseNet
+from zoo.models.resnet import ResNet, basic
+
 images = torch.zeros(2, 3, 32, 32, device="cuda"), torch.zeros(2, dtype=torch.long, device="cuda")
 tokens = (torch.zeros(16, 2, dtype=torch.long, device="cuda"),) * 2
-voxels = (torch.zeros(1, 1, 32, 32, 32, device="cuda"),)
+voxels = (torch.zeros(2, 1, 16, 16, 16, device="cuda"),)
 classify = lambda model, x, y: cross_entropy(model(x), y)
 small = {"vocabulary": 100}
 MODELS = {
-    "resnet18": ({"classes": 10, "drop_path_rate": 0.2}, images, classify),
-    "densenet100": ({"classes": 10, "drop_rate": 0.2, "growth_rate": 4}, images, classify),
+    "resnet": (
+        lambda: ResNet(basic, (1, 1), 10, drop_path_rate=0.2), images, classify
+    ),
+    "densenet": (
+        lambda: DenseNet(4, (2, 2), 10, small_images=True, drop_rate=0.2), images, classify
+    ),
     "vit_tiny_patch16": (
-        {"classes": 10, "image_size": 32, "depth": 3, "drop_rate": 0.1}, images, classify
+        lambda: zoo.vit_tiny_patch16(classes=10, image_size=32, depth=3, drop_rate=0.1),
+        images, classify,
     ),
     "gpt2_small": (
-        small | {"positions": 16, "depth": 3, "width": 64, "heads": 2},
+        lambda: zoo.gpt2_small(**small, positions=16, depth=3, width=64, heads=2),
         tokens, lambda model, x, y: model(x, y),
     ),
     "lstm": (
-        small | {"embedding": 32, "hidden": 32},
+        lambda: zoo.lstm(**small, embedding=32, hidden=32),
         tokens, lambda model, x, y: model(x, targets=y)[0],
     ),
-    "vnet": ({}, voxels, lambda model, x: model(x).float().mean()),
+    "vnet": (
+        lambda: zoo.vnet(width=2), voxels, lambda model, x: model(x).float().mean()
+    ),
 }
 
 def rows(name):
-    options, batch, loss_of = MODELS[name]
+    build, batch, loss_of = MODELS[name]
     torch.backends.cudnn.enabled = name == "lstm"
-    for checkpoint in ("blocks", True) if name not in ("densenet100", "vnet") else (True,):
-        model = zoo.create(name, checkpoint=checkpoint, **options).cuda()
+    for checkpoint in ("blocks", True) if name not in ("densenet", "vnet") else (True,):
+        model = zoo.checkpoint(build(), checkpoint).cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
         def step(*batch):
