@@ -10,7 +10,7 @@ from torch import nn
 
 import zoo
 from tests.cli.conftest import Told
-from tests.policy.conftest import tracing_once
+from tests.traces import tracing_once
 from tests.training import Residuals, assert_same, everything, images
 from zoo.cli.main import run
 from zoo.errors import Interrupted

@@ -8,17 +8,16 @@ import pytest
 import torch
 
 import zoo
+from tests.traces import Traces, tracing_once
 from tests.tracing.models import Net
 from tests.training import Residuals
 from zoo.catalog.factories import model_arguments
 from zoo.cli.main import run
-from zoo.invocation import InputSpec
 from zoo.profiling.peak_memory import trace
-from zoo.tracing.isolated_trace import StepTrace, step_trace_of
 
 pytestmark = pytest.mark.usefixtures("without_fork", "few_plans", "traces_once")
 
-TRACES: dict[object, StepTrace] = {}
+TRACES: Traces = {}
 RESIDUALS = ("tests.training:Residuals", "--input", "8,4,16,16")
 MIB = 1024**2
 A100 = ("--device", "a100")
@@ -27,14 +26,7 @@ A100 = ("--device", "a100")
 @pytest.fixture
 def traces_once(monkeypatch):
     """Traces each model on inputs of a shape once, for the command and for the function."""
-
-    def trace_of(model, invocation, loss=None, blocks=()):
-        key = str(model), InputSpec.of(invocation, model), loss, tuple(blocks)
-        if key not in TRACES:
-            TRACES[key] = step_trace_of(model, invocation, loss, blocks)
-        return TRACES[key]
-
-    monkeypatch.setattr("zoo.api.checkpoint.step_trace_of", trace_of)
+    monkeypatch.setattr("zoo.api.checkpoint.step_trace_of", tracing_once(TRACES, str))
 
 
 @pytest.fixture

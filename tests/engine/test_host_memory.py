@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import zoo
 from tests.accelerator import software
 from tests.engine.test_interrupts import Interrupt, state_of_thread
-from tests.policy.conftest import tracing_once
+from tests.traces import Traces, tracing_once
 from tests.training import assert_same, elsewhere, frozen, gradients, outcome, plain
 from zoo.engine import devices, host_memory
 from zoo.engine.host_memory import HostMemory, OffloadedStorage, Offloading
@@ -64,7 +64,7 @@ class Block(nn.Module):
 
 
 # of models of the same modules with the same hook
-TRACES: dict[Any, Any] = {}
+TRACES: Traces = {}
 
 
 @pytest.fixture(autouse=True)

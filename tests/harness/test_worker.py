@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import zoo
-from tests.policy.conftest import tracing_once
+from tests.traces import tracing_once
 from zoo.harness import run, worker
 from zoo.harness.comparison_cells import again, expand
 from zoo.harness.config import Config, ModelConfig, find_config, read

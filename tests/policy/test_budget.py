@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import zoo
 from tests.planner.chains import nested_plans
-from tests.policy.conftest import tracing_once
+from tests.traces import Traces, tracing_once
 from tests.tracing.models import Ending, Net
 from tests.training import Residuals, assert_same, everything, images
 from zoo.api.checkpoint import checkpoint as put_in_force
@@ -36,7 +36,6 @@ from zoo.policy.plan_report import FixedBytes, PlanReport
 from zoo.profiling.caching_allocator import BLOCK, rounded_up
 from zoo.profiling.kernel_costs import KernelCosts
 from zoo.profiling.peak_memory import measure_step, resident_bytes, trace
-from zoo.tracing.isolated_trace import StepTrace
 from zoo.tracing.planned_forward import option_of
 
 pytestmark = pytest.mark.usefixtures("without_fork", "few_plans")
@@ -84,7 +83,7 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]
 }
 
 
-TRACES: dict[Any, tuple[nn.Module, StepTrace]] = {}
+TRACES: Traces = {}
 
 
 @pytest.fixture

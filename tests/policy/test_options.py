@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from tests.policy.conftest import tracing_once
+from tests.traces import Traces, tracing_once
 from tests.tracing.models import Net
 from tests.training import Record, Residuals, assert_same, everything, images, train
 from zoo.api.checkpoint import checkpoint as put_in_force
@@ -23,7 +23,6 @@ from zoo.policy import options as checkpointing
 from zoo.policy.options import option_for
 from zoo.profiling.kernel_costs import is_of_kind
 from zoo.profiling.peak_memory import trace
-from zoo.tracing.isolated_trace import StepTrace
 
 pytestmark = pytest.mark.usefixtures("without_fork")
 
@@ -130,7 +129,7 @@ def traces_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zoo.tracing.planned_forward.step_trace_of", trace_of)
 
 
-TRACES: dict[Any, tuple[nn.Module, StepTrace]] = {}
+TRACES: Traces = {}
 
 
 @pytest.mark.usefixtures("traces_once")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from tests.policy.conftest import tracing_once
+from tests.traces import Traces, tracing_once
 from tests.tracing.models import Ending, UNet
 from tests.training import Residuals, assert_same, everything, images, real_peak
 from zoo.api.plan import planner_for
@@ -24,7 +24,6 @@ from zoo.models.resnet import ResNet, basic
 from zoo.profiling.optimizer_memory import OptimizerBytes, optimizer_bytes
 from zoo.profiling.peak_memory import measure_step
 from zoo.sizing.max_size import Largest, largest
-from zoo.tracing.isolated_trace import StepTrace
 from zoo.tracing.planned_forward import patched_forward
 from zoo.units import format_bytes
 
@@ -35,7 +34,7 @@ sgd = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 on_paper = functools.partial(largest, optimizer=sgd, device="small-cpu", verify=False)
 
 
-TRACES: dict[Any, tuple[nn.Module, StepTrace]] = {}
+TRACES: Traces = {}
 
 
 def name_of(model: nn.Module) -> Any:

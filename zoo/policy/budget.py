@@ -118,24 +118,25 @@ class Offload:
         return cls(True, parse_bytes(host_budget, "host_budget"), items)
 
     def named_in(self, plan: Plan | None) -> "Offload":
-        """Returns the same; None for a plan that is yet to be made.
+        """Returns the same, checked against its plan; None if that is yet to be made.
 
         Raises:
             ArgumentError: steps are named, and the plan has no such items.
         """
-        if self.items and plan is None:
+        if not self.items:
+            return self
+        if plan is None:
             raise ArgumentError(
-                f"offload={sorted(self.items)} names steps of a plan, and this one is yet to be "
-                "made; pass offload=True, or to zoo.checkpoint that plan beside offload="
+                f"offload={shortened(sorted(self.items))} names steps of a plan, and this one is "
+                "yet to be made; pass offload=True, or to zoo.checkpoint that plan beside offload="
             )
-        if self.items and plan is not None:
-            firsts = [*map(first_step, plan)]
-            if unknown := sorted(self.items.difference(firsts)):
-                raise ArgumentError(
-                    f"offload= names step {unknown[0]}, with which no segment and no kept step of "
-                    f"the plan begins; these do: {shortened(firsts)}. Name some of them, or pass "
-                    "offload=True"
-                )
+        firsts = [*map(first_step, plan)]
+        if unknown := sorted(self.items.difference(firsts)):
+            raise ArgumentError(
+                f"offload= names step {unknown[0]}, with which no segment and no kept step of the "
+                f"plan begins; these do: {shortened(firsts)}. Name some of them, or pass "
+                "offload=True"
+            )
         return self
 
     def of_plan(self, plan: Plan) -> frozenset[int]:

@@ -21,7 +21,7 @@ from torch import distributed, nn
 from zoo._torch import active_fake_mode, is_profiling
 from zoo.engine.devices import name_of
 from zoo.engine.sharded import is_spread
-from zoo.errors import ArgumentError, BudgetError, PlanError
+from zoo.errors import ArgumentError, BudgetError, PlanError, shortened
 from zoo.invocation import InputSpec, Invocation, device_of
 from zoo.loss import Loss
 from zoo.optimizer.in_backward import attached_to
@@ -184,8 +184,9 @@ def option_for(
         own = frozenset(option.report.offloads)
         if offload.items not in (None, own):
             raise ArgumentError(
-                f"offload={sorted(offload.items)} beside a report whose plan offloads "
-                f"{sorted(own)} would break its budget; leave offload= out, or pass report.plan"
+                f"offload={shortened(sorted(offload.items))} beside a report whose plan offloads "
+                f"{shortened(sorted(own))} would break its budget; leave offload= out, or pass "
+                "report.plan"
             )
         offload = replace(offload, is_on=True, items=own)
     return replace(option, offload=offload.named_in(option.plan))
