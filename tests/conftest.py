@@ -95,8 +95,10 @@ def few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Knows the least time at 100 amounts of memory instead of 500, and plans for 40 budgets.
 
     Of each kind three are tracked for a rank instead of ten. That takes a fraction of the time, and
-    what holds for the best of many plans holds for these.
+    what holds for the best of many plans holds for these. Without NumPy nothing is planned.
     """
+    if importlib.util.find_spec("numpy") is None:
+        return
     monkeypatch.setattr("zoo.policy.budget.MOST", 3)
     monkeypatch.setattr("zoo.planner.optimal.VALUES", 0)
     monkeypatch.setattr("zoo.planner.optimal._count_of_plans", lambda steps: 40)
