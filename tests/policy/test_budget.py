@@ -424,6 +424,53 @@ def test_the_copies_of_weights_that_autocast_holds_are_counted(
         assert 0.995 * point.peak <= measured <= point.peak
 
 
+class Tied(nn.Module):
+    """Uses a layer four times; the backward of its last layer takes more than all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(256, 256), nn.Linear(256, 1024)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = torch.tanh(self.layer(x))
+        return self.head(x)
+
+
+@pytest.mark.usefixtures("traces_once")
+@pytest.mark.parametrize(
+    "nested",
+    [
+        "((0-1) (2-3) (4-5) (6-7) 8)",
+        "(0 (1-2) (3 (4-5)) (6) 7 8)",
+        "((0 1) (2 (3 4)) (5 (6 7)) 8)",
+        "0 (1 (2) 3 (4) 5 (6-7)) 8",
+        "(((0) 1 (2)) (3-5) (6) 7 8)",
+        "((0) (1) (2) (3) (4) (5) (6) (7) (8))",
+        "(((0-1) (2 (3 4) 5) 6-7) 8)",
+    ],
+)
+def test_a_cast_that_inner_segments_wait_for_is_counted(nested: str) -> None:
+    torch.manual_seed(1)
+    model, x, plan = Tied(), torch.rand(4, 256), Plan.parse(nested)
+    autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    with autocast():
+        found = planner_for(model, x, loss=half_scores, optimizer=sgd)
+    optimizer = sgd(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with autocast():
+            loss = half_scores(model(x))
+        loss.backward()
+        optimizer.step()
+
+    zoo.checkpoint(model, plan)
+    step()
+    predicted = found.point(plan).peak
+    assert 0.995 * predicted <= measure_step(step, model, optimizer, [x]).peak <= predicted
+
+
 def test_a_cast_that_autocast_holds_is_no_step_of_its_own() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.rand(2, 4)
     with torch.autocast("cpu", torch.bfloat16):

@@ -220,7 +220,7 @@ def simulate(
             clock.offloading.come_back(item)
         clock.forward_bytes, clock.peak = clock.held_bytes, 0
         clock.give_away(item)
-        clock.backward(item)
+        clock.backward(item, casts)
         clock.release(casts)
         clock.held_bytes -= clock.copies(item)
         clock.release(clock.kept_by(item))
@@ -251,15 +251,19 @@ def least_possible(costs: StepCosts) -> int:
     return max(peaks)
 
 
-def _earlier_casts(plan: Plan, costs: StepCosts) -> list[frozenset[int]]:
-    """Returns for each segment the casts of earlier items that it holds; for a kept step none."""
-    earlier: frozenset[int] = frozenset()
+def _earlier_casts(
+    items: Sequence[Item], costs: StepCosts, earlier: frozenset[int] = frozenset()
+) -> list[frozenset[int]]:
+    """Returns for each segment the casts of earlier items that it holds; for a kept step none.
+
+    `earlier` are the casts that there are before the first item.
+    """
     by_item = []
-    for item in plan if costs.casts else ():
+    for item in items if costs.casts else ():
         casts = frozenset().union(*(costs.casts[step] for step in _steps(item)))
         by_item.append(casts & earlier if isinstance(item, tuple) else frozenset())
         earlier |= casts
-    return by_item or [frozenset()] * len(plan)
+    return by_item or [frozenset()] * len(items)
 
 
 def _steps(item: Item) -> tuple[int, ...]:
@@ -310,11 +314,11 @@ class _Clock:
             if self.offloading is not None:
                 self.offloading.add(item)
 
-    def backward(self, item: Item, *, is_inner: bool = False) -> None:
+    def backward(self, item: Item, casts: frozenset[int], *, is_inner: bool = False) -> None:
         """Runs the backward of an item; that of a segment recomputes it first.
 
         A segment holds its inputs until its backward is over. An inner one of known `reads` holds
-        them until it is recomputed.
+        them until it is recomputed, and so an inner one does the `casts` of earlier items.
         """
         costs = self.costs
         if isinstance(item, int):
@@ -322,13 +326,16 @@ class _Clock:
             self.pass_time(costs.seconds_backward[item])
             self.release(costs.saved[item])
             return
-        self.recompute(item)
+        by_inner = _earlier_casts(item, costs, casts)
+        self.recompute(item, by_inner)
         self.take_back(item)
         inner_ends = is_inner and bool(costs.reads)
+        if is_inner:
+            self.release(casts)
         if inner_ends:
             self.release(self.inputs(item))
-        for inner in reversed(item):
-            self.backward(inner, is_inner=True)
+        for inner, inner_casts in zip(reversed(item), reversed(by_inner), strict=True):
+            self.backward(inner, inner_casts, is_inner=True)
         if not inner_ends:
             self.release(self.inputs(item))
 
@@ -340,13 +347,17 @@ class _Clock:
             return costs.backward_alone[step]
         return costs.backward[step]
 
-    def recompute(self, item: tuple[Item, ...]) -> None:
-        """Recomputes the forward of a segment, as far as its backward needs it."""
+    def recompute(self, item: tuple[Item, ...], casts: Sequence[frozenset[int]]) -> None:
+        """Recomputes the forward of a segment, as far as its backward needs it.
+
+        `casts` are, for each of its items, those that an inner segment holds.
+        """
         costs, recomputation = self.costs, self.recomputation(item)
         end = self.recomputed_at(_steps(item))
-        for inner in item:
+        for inner, inner_casts in zip(item, casts, strict=True):
             if isinstance(inner, tuple):
                 self.hold(self.inputs(inner))
+                self.hold(inner_casts)
             for step in _steps(inner):
                 if step in recomputation.whole:
                     work, flops = costs.forward[step], costs.flops[step]
