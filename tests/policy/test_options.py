@@ -13,7 +13,15 @@ from torch import Tensor, nn
 import zoo
 from tests.traces import Traces, tracing_once
 from tests.tracing.models import Net
-from tests.training import Record, Residuals, assert_same, everything, images, train
+from tests.training import (
+    Record,
+    Residuals,
+    assert_same,
+    everything,
+    images,
+    needs_numpy,
+    train,
+)
 from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.errors import ArgumentError, PlanError
 from zoo.models.densenet import DenseNet
@@ -305,6 +313,7 @@ def test_a_model_with_a_plan_compiles_whole() -> None:
     assert torch.equal(gradient, x.grad)
 
 
+@needs_numpy
 @pytest.mark.parametrize(
     ("made_for", "warnings"),
     [("a100", 1), ("NVIDIA H100 80GB HBM3", 1), ("cpu", 0), ("", 0)],
@@ -324,6 +333,7 @@ def test_a_plan_of_another_device_warns_once(
     assert all("Make the plan here: zoo.plan(" in message for message in told)
 
 
+@needs_numpy
 def test_a_plan_of_another_device_is_verified_and_looked_at_without_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

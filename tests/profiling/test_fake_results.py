@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 import zoo
+from tests.training import needs_numpy
 from zoo._torch import FakeTensorMode
 from zoo.errors import ArgumentError
 from zoo.profiling.fake_tensors import FakeTensorFixes
@@ -237,6 +238,7 @@ def test_a_plan_of_one_hot_rows_is_for_the_forward_that_comes(
         assert zoo.plan_of(model) == report.plan
 
 
+@needs_numpy
 def test_one_hot_rows_of_unknown_classes_need_numbers() -> None:
     model = Embedded(-1).to("meta")
     with pytest.raises(ArgumentError, match="reads numbers out of tensors"):

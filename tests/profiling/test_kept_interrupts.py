@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import zoo
-from tests.training import Residuals, images
+from tests.training import Residuals, images, needs_numpy
 from zoo._torch import FakeTensorMode
 from zoo.profiling import kept_interrupts
 from zoo.profiling.event_recorder import EventRecorder
@@ -217,6 +217,7 @@ def plan() -> None:
     zoo.plan(Residuals(blocks=1), images(2), max_overhead=9.0, device="a100")
 
 
+@needs_numpy
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_interrupts_end_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +265,7 @@ def test_an_interrupt_where_no_exception_can_pass_ends_the_block(
     assert [(status, inside) for status, inside in presses.ends if status] == []
 
 
+@needs_numpy
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_as_a_tensor_is_freed_ends_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zoo.profiling.isolation.can_fork", lambda: False)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
+from tests.training import needs_numpy
 from zoo.errors import ArgumentError
 from zoo.optimizer.independence import step_alone
 from zoo.profiling import optimizer_memory as optimizer
@@ -106,6 +107,7 @@ def test_an_optimizer_has_a_name(name: str) -> None:
     assert make is known.get(name.lower(), OPTIMIZERS["sgd"])
 
 
+@needs_numpy
 @pytest.mark.parametrize(
     ("option", "message"),
     [

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 import zoo
 from tests.tracing.models import Net, Reader, Skipper, Tagger, Teacher, UNet
-from tests.training import Counting, assert_same, images, train
+from tests.training import Counting, assert_same, images, needs_numpy, train
 from zoo.profiling.peak_memory import trace
 
 
@@ -319,6 +319,7 @@ def ragged() -> list[Tensor]:
     return [torch.randn(3, 4), torch.randn(5, 4)]
 
 
+@needs_numpy
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(("build", "inputs"), [(Mixture, pictures), (Ragged, ragged)])
 def test_what_cannot_run_on_fake_tensors_as_it_is_keeps_to_a_budget(
@@ -363,7 +364,7 @@ class Positions(nn.Module):
         return x.sin() + positions.float()
 
 
-@pytest.mark.parametrize("option", [{}, {"memory_budget": "1GiB"}])
+@pytest.mark.parametrize("option", [{}, pytest.param({"memory_budget": "1GiB"}, marks=needs_numpy)])
 def test_a_step_is_traced_under_the_modes_of_the_program(option: Any) -> None:
     with Doubling():
         parts = nn.Sequential(nn.Linear(4, 4), *(Positions() for _ in range(3)))
