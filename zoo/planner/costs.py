@@ -318,7 +318,7 @@ class _Clock:
         """Runs the backward of an item; that of a segment recomputes it first.
 
         A segment holds its inputs until its backward is over. An inner one of known `reads` holds
-        them until it is recomputed, and so an inner one does the `casts` of earlier items.
+        them until it is recomputed. Each inner one holds `casts`, made by earlier items, until then.
         """
         costs = self.costs
         if isinstance(item, int):
