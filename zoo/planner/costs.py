@@ -317,8 +317,8 @@ class _Clock:
     def backward(self, item: Item, casts: frozenset[int], *, is_inner: bool = False) -> None:
         """Runs the backward of an item; that of a segment recomputes it first.
 
-        A segment holds its inputs until its backward is over. An inner one of known `reads` holds
-        them until it is recomputed. Each inner one holds `casts`, made by earlier items, until then.
+        A segment holds its inputs until its backward is over; an inner one of known `reads`, until
+        it is recomputed. Each inner one holds `casts`, made by earlier items, as long as that.
         """
         costs = self.costs
         if isinstance(item, int):
