@@ -1,5 +1,6 @@
 """Whatever ends a process is a result that says what happened; too little memory is one of them."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -234,6 +235,8 @@ def raised(error, cause=None, context=None):
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate"), True),
         (RuntimeError("std::bad_alloc"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.ENOENT, "No such file or directory"), False),
         (raised(ValueError("no recomputation"), MemoryError()), True),
         (raised(AttributeError("while an exit handled it"), context=MemoryError()), True),
         (raised(ValueError("of something else"), KeyError(), MemoryError()), False),
@@ -247,16 +250,19 @@ def test_memory_that_ran_out_is_known_by_its_words(error, expected):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "error",
     [
-        "Resource temporarily unavailable",
-        "could not create a primitive",
-        "could not execute a primitive",
+        RuntimeError("Resource temporarily unavailable"),
+        RuntimeError("could not create a primitive"),
+        RuntimeError("could not execute a primitive"),
+        ImportError("libx.so: failed to map segment from shared object"),
+        SystemError("error return without exception set"),
+        SystemError("<method 'mm' of ...> returned NULL without setting an exception"),
     ],
 )
-def test_a_thread_or_a_primitive_that_does_not_fit_counts_under_a_limit(words):
-    assert ran_out(RuntimeError(words), 100)
-    assert not ran_out(RuntimeError(words))
+def test_a_thread_a_primitive_or_an_exception_that_does_not_fit_counts_under_a_limit(error):
+    assert ran_out(error, 100)
+    assert not ran_out(error)
 
 
 def test_cuda_is_limited_by_its_allocators_own_cap(monkeypatch):

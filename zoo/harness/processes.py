@@ -18,6 +18,7 @@ less and runs with 220 MiB or more. RLIMIT_AS would count every mapped library, 
 CUDA's; limiting the resident set needs rights that a test runner lacks.
 """
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -55,11 +56,14 @@ WORDS = (
     *("can't allocate memory", "out of memory", "bad_alloc", "alloc_failed"),
     "could not create a memory object",
 )
-# with a limit also a thread whose stack does not fit, without one there were too many threads; and
-# what oneDNN says if the failing allocation is its own
+# with a limit also a thread whose stack does not fit, without one there were too many threads; what
+# oneDNN says if the failing allocation is its own; a library that cannot be loaded; and what Python
+# says of C code that could not even make an exception
 LIMITED_WORDS = (
     *(*WORDS, "resource temporarily unavailable"),
     *("could not create a primitive", "could not execute a primitive"),
+    *("failed to map segment", "cannot allocate memory"),
+    *("error return without exception set", "returned null without setting an exception"),
 )
 # torch reads the first; versions before 2.10 know only the second
 ALLOCATOR_SETTINGS = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
@@ -144,8 +148,11 @@ def ran_out(error: BaseException, limit: int | None = None) -> bool:
     """Returns whether memory ran out: by an error, its cause, or what it was raised during."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
     words = WORDS if limit is None else LIMITED_WORDS
-    if isinstance(error, RuntimeError) and _has_words(str(error), words):
+    by_words = isinstance(error, RuntimeError | SystemError | ImportError)
+    if by_words and _has_words(str(error), words):
         return True
     earlier = error.__cause__ if error.__suppress_context__ else error.__context__
     return earlier is not None and ran_out(earlier, limit)
