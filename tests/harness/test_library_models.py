@@ -52,6 +52,7 @@ def test_a_model_of_another_library_is_exact(name: str) -> None:
     whole, checkpointed = (done(name, kind) for kind in ("baseline", "checkpointed"))
     assert differences(whole["digests"], checkpointed["digests"]) == []
     assert checkpointed["memory"]["peak"] < whole["memory"]["peak"]
+    assert checkpointed["memory"]["tensor_peak"] <= whole["memory"]["tensor_peak"]
     assert not whole["missing"]
 
 

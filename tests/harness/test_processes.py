@@ -260,7 +260,7 @@ def test_memory_that_ran_out_is_known_by_its_words(error, expected):
         SystemError("<method 'mm' of ...> returned NULL without setting an exception"),
     ],
 )
-def test_a_thread_a_primitive_or_an_exception_that_does_not_fit_counts_under_a_limit(error):
+def test_what_may_mean_that_memory_ran_out_counts_under_a_limit(error):
     assert ran_out(error, 100)
     assert not ran_out(error)
 

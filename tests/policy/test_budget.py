@@ -390,6 +390,21 @@ def half_scores(output: Tensor) -> Tensor:
     return output.float().square().mean()
 
 
+BFLOAT16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+
+
+def half_step(
+    model: nn.Module, inputs: tuple[Any, ...], loss: Any, optimizer: torch.optim.Optimizer
+) -> None:
+    """Trains a step under autocast; without a loss function the model returns its loss."""
+    optimizer.zero_grad()
+    with BFLOAT16():
+        output = model(*inputs)
+        value = output if loss is None else loss(output)
+    value.backward()
+    optimizer.step()
+
+
 @pytest.mark.usefixtures("traces_of_families")
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("family", HALF)
@@ -400,23 +415,15 @@ def test_the_copies_of_weights_that_autocast_holds_are_counted(
     torch.manual_seed(1)
     model, is_text = build(), "gpt2" in family
     inputs = tokens() if is_text else (torch.rand(shape),)
-    autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
     loss = None if is_text else half_scores
-    with autocast():
+    with BFLOAT16():
         options: dict[str, Any] = {"optimizer": sgd, "optimizer_in_backward": in_backward}
         found = planner_for(model, inputs, loss=loss, **options)
     optimizer = sgd(model.parameters())
     if in_backward:
         zoo.optimizer_in_backward(model, optimizer)
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with autocast():
-            output = model(*inputs)
-            value = output if loss is None else loss(output)
-        value.backward()
-        optimizer.step()
-
+    step = functools.partial(half_step, model, inputs, loss, optimizer)
     for point in found.points[:: max(len(found.points) // 2, 1)]:
         zoo.checkpoint(model, found.of_model(point).plan)
         step()
@@ -453,18 +460,10 @@ class Tied(nn.Module):
 def test_a_cast_that_inner_segments_wait_for_is_counted(nested: str) -> None:
     torch.manual_seed(1)
     model, x, plan = Tied(), torch.rand(4, 256), Plan.parse(nested)
-    autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
-    with autocast():
+    with BFLOAT16():
         found = planner_for(model, x, loss=half_scores, optimizer=sgd)
     optimizer = sgd(model.parameters())
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with autocast():
-            loss = half_scores(model(x))
-        loss.backward()
-        optimizer.step()
-
+    step = functools.partial(half_step, model, (x,), half_scores, optimizer)
     zoo.checkpoint(model, plan)
     step()
     predicted = found.point(plan).peak

@@ -221,7 +221,6 @@ def simulate(
         clock.forward_bytes, clock.peak = clock.held_bytes, 0
         clock.give_away(item)
         clock.backward(item, casts)
-        clock.release(casts)
         clock.held_bytes -= clock.copies(item)
         clock.release(clock.kept_by(item))
         peaks.append((clock.peak, clock.moment))
@@ -317,8 +316,8 @@ class _Clock:
     def backward(self, item: Item, casts: frozenset[int], *, is_inner: bool = False) -> None:
         """Runs the backward of an item; that of a segment recomputes it first.
 
-        A segment holds its inputs until its backward is over; an inner one of known `reads`, until
-        it is recomputed. Each inner one holds `casts`, made by earlier items, as long as that.
+        A segment holds its inputs, and `casts` of earlier items, until its backward is over; an
+        inner one of known `reads`, until it is recomputed.
         """
         costs = self.costs
         if isinstance(item, int):
@@ -330,14 +329,12 @@ class _Clock:
         self.recompute(item, by_inner)
         self.take_back(item)
         inner_ends = is_inner and bool(costs.reads)
-        if is_inner:
-            self.release(casts)
         if inner_ends:
-            self.release(self.inputs(item))
+            self.release(self.inputs(item) | casts)
         for inner, inner_casts in zip(reversed(item), reversed(by_inner), strict=True):
             self.backward(inner, inner_casts, is_inner=True)
         if not inner_ends:
-            self.release(self.inputs(item))
+            self.release(self.inputs(item) | casts)
 
     def backward_work(self, step: int) -> int:
         """Returns the bytes that the backward of a step allocates beside what is held."""
@@ -356,8 +353,7 @@ class _Clock:
         end = self.recomputed_at(_steps(item))
         for inner, inner_casts in zip(item, casts, strict=True):
             if isinstance(inner, tuple):
-                self.hold(self.inputs(inner))
-                self.hold(inner_casts)
+                self.hold(self.inputs(inner) | inner_casts)
             for step in _steps(inner):
                 if step in recomputation.whole:
                     work, flops = costs.forward[step], costs.flops[step]
