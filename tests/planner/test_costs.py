@@ -144,6 +144,18 @@ def test_a_segment_holds_a_cast_that_an_earlier_one_made() -> None:
     assert [turn - other for turn, other in more] == [1000, 0, 1000, 1000]
 
 
+def test_an_inner_segment_holds_a_cast_until_it_is_recomputed_and_no_longer() -> None:
+    plain, cast = uniform(4), frozenset([4])
+    casting = replace(
+        plain, sizes=(*plain.sizes, 1000), casts=(frozenset(), cast, cast, frozenset())
+    )
+    plan = Plan((0, ((1,), (2,)), 3))
+    more = zip(
+        simulate(plan, casting).backward_peaks, simulate(plan, plain).backward_peaks, strict=True
+    )
+    assert [turn - other for turn, other in more] == [0, 1000, 0]
+
+
 def test_a_segment_copies_what_it_reads_and_does_not_make() -> None:
     plain = uniform(4)
     copied = tuple(plain.live[step] for step in range(4))
