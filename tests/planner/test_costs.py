@@ -21,7 +21,7 @@ from zoo.planner.plan import Plan
 
 def returning(costs: StepCosts) -> StepCosts:
     """Returns costs of a chain whose caller holds what it returned."""
-    return replace(costs, returned=costs.live[-1])
+    return replace(costs, held_until_end=costs.live[-1])
 
 
 @settings(deadline=None, max_examples=200)
@@ -45,6 +45,22 @@ def test_no_plan_goes_below_what_a_step_alone_takes(costs: StepCosts) -> None:
     for same in (costs, returning(costs)):
         least = min(simulate(plan, same).peak for plan in nested_plans(len(same)))
         assert least_possible(same) <= least
+
+
+def test_in_its_forward_a_segment_holds_what_its_recomputation_does_not_read() -> None:
+    # storages 0, 1 and 2 are the states; nothing is saved, so that no step is recomputed
+    states, none = tuple(map(frozenset, ((), (0,), (1,), (2,)))), (frozenset[int](),) * 3
+    costs = replace(
+        uniform(3), sizes=(80, 10, 50), live=states, saved=none, forward=(80, 10, 50),
+        reads=states[:3], reads_until_saved=none,
+    )  # fmt: skip
+    peaks = {
+        plan: simulate(Plan.parse(plan), costs).moment
+        for plan in ("0-2", "0 (1) 2", "0 (1-2)", "0 ((1) 2)", "(0-2)")
+    }
+    assert {plan: (moment.step, moment.kept) for plan, moment in peaks.items()} == {
+        "0-2": (1, 0), "0 (1) 2": (1, 80), "0 (1-2)": (2, 80), "0 ((1) 2)": (2, 80), "(0-2)": (1, 0)
+    }  # fmt: skip
 
 
 def large(costs: StepCosts) -> StepCosts:
@@ -193,9 +209,11 @@ def test_what_was_returned_is_recomputed_too() -> None:
     # step 0 makes storage 1, which step 3 returns beside its own
     twice = tuple(live | {0} if state else live for state, live in enumerate(uniform(4).live))
     costs = replace(uniform(4), live=twice, saved=(frozenset(),) * 4)
-    held = simulate(Plan(((0, 1), 2, 3)), replace(costs, returned=costs.live[-1])).backward_peaks[0]
+    held, dropped = (
+        simulate(Plan(((0, 1), 2, 3)), same).backward_peaks[0] for same in (returning(costs), costs)
+    )
     # 0 and 3 for the caller, recomputed 0 and 1: 1 is still being made, and a gradient
-    assert held == simulate(Plan(((0, 1), 2, 3)), costs).backward_peaks[0] + 20
+    assert held == dropped + 20
 
 
 def reading(costs: StepCosts) -> StepCosts:

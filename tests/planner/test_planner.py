@@ -78,7 +78,7 @@ def test_least_memory_knows_the_outputs_that_the_caller_holds(
         frozenset(storage for storage in returned if last[storage] < step)
         for step in range(len(costs))
     )
-    costs = replace(costs, returned=returned, forward_only=held)
+    costs = replace(costs, held_until_end=returned, forward_only=held)
     least = min(simulate(other, costs).peak for other in flat_plans(len(costs)))
     assert simulate(least_memory(costs), costs).peak == least
 

@@ -718,6 +718,75 @@ def any_plan(numbers: random.Random, steps: Sequence[int], depth: int = 3) -> Pl
     return Plan(tuple(items(steps, depth)))
 
 
+KEEPS: dict[str, Callable[[list[Tensor], Tensor], object]] = {
+    "a result": lambda kept, wide: kept.append(wide),
+    "a view of it": lambda kept, wide: kept.append(wide[:, :1]),
+    "a detached one": lambda kept, wide: kept.append(wide.detach()),
+    "nothing": lambda kept, wide: None,
+}
+
+
+class Remembering(nn.Module):
+    """Keeps a wide tensor, which its gradient needs or not, until the next one replaces it."""
+
+    def __init__(self, keep: Callable[[list[Tensor], Tensor], object], *, is_trained: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.keep, self.is_trained, self.seen = keep, is_trained, list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:3]:
+            x = torch.tanh(layer(x))
+        with torch.set_grad_enabled(self.is_trained):
+            wide = x.repeat(1, 16).sin()
+        self.keep(self.seen, wide)
+        del self.seen[:-1]
+        return self.layers[3](x + wide[:, :64])
+
+
+@pytest.mark.usefixtures("traces_once")
+@pytest.mark.parametrize("is_trained", [False, True])
+@pytest.mark.parametrize("keep", KEEPS)
+def test_what_a_model_keeps_from_step_to_step_is_counted(keep: str, is_trained: bool) -> None:
+    torch.manual_seed(1)
+    model, x = Remembering(KEEPS[keep], is_trained=is_trained), torch.rand(2000, 64)
+    found = planner_for(model, x, optimizer=sgd, loss=scores)
+    optimizer = sgd(model.parameters())
+
+    def two_steps() -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            scores(model(x)).backward()
+            optimizer.step()
+
+    for point in found.points[:: max(len(found.points) // 3, 1)]:
+        zoo.checkpoint(model, found.of_model(point).plan)
+        two_steps()
+        model.seen.clear()
+        optimizer.zero_grad()
+        measured = measure_step(two_steps, model, optimizer, [x]).peak
+        assert 0.96 * point.peak <= measured <= point.peak
+
+
+class Pooling(nn.Module):
+    """Adds up a wide tensor, which no backward needs and whose gradient is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shift = nn.Linear(16, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [torch.tanh(self.first(x)) * number for number in range(3)]
+        return torch.stack(parts).sum(0) + self.shift.weight.mean()
+
+
+@pytest.mark.usefixtures("traces_once")
+def test_a_segment_holds_what_it_read_until_its_forward_ends() -> None:
+    """Also the wide tensor, which its recomputation does not need."""
+    torch.manual_seed(1)
+    assert_close(Pooling(), torch.rand(5000, 16), plans=["0-8 (9-11)", "(0-8) (9-11)"])
+
+
 def assert_close(
     model: nn.Module, x: Tensor, least: float = 0.95, plans: Sequence[str] = ()
 ) -> None:

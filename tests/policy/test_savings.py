@@ -30,15 +30,16 @@ class Distances(nn.Module):
 
 
 class Deep(nn.Module):
-    """Layers without a bias whose first result a variable may hold to the end."""
+    """Layers whose first result a variable may hold to the end, or an attribute longer."""
 
-    def __init__(self, *, holds: bool = False, returns: int = 16) -> None:
+    def __init__(self, *, holds: bool = False, keeps: bool = False, returns: int = 16) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(16))
-        self.last, self.holds = nn.Linear(16, returns), holds
+        self.last, self.holds, self.keeps = nn.Linear(16, returns), holds, keeps
 
     def forward(self, x: Tensor) -> Tensor:
         mask = (x > 0).repeat(1, 400) if self.holds else None
+        self.seen = x.repeat(1, 400) if self.keeps else None
         for layer in self.layers:
             x = layer(x).sigmoid()
         return self.last(x) if mask is None else self.last(x * x)
@@ -70,6 +71,7 @@ CASES: dict[str, tuple[Any, Tensor, dict[str, Any], str]] = {
     ),
     "outputs": (lambda: Deep(returns=4000), torch.rand(64, 16), {}, "holds_outputs=False"),
     "variables": (lambda: Deep(holds=True), torch.rand(64, 16), {}, "`del` them"),
+    "attributes": (lambda: Deep(keeps=True), torch.rand(64, 16), {}, "as in attributes"),
     "kept": (Deep, torch.rand(9000, 16), {}, "plans that keep less"),
 }
 

@@ -289,7 +289,7 @@ def test_the_steps_can_be_measured(name: str) -> None:
 
 def costs_of(model: nn.Module, given: Invocation, loss: Any) -> StepCosts:
     profile = Profile(model, cut(model, given, loss=loss))
-    return replace(profile.costs(), returned=profile.returned)
+    return replace(profile.costs(), held_until_end=profile.returned)
 
 
 def square(output: Any) -> Tensor:

@@ -54,9 +54,9 @@ class StepCosts:
     blocks: tuple[int, ...]  # the number of the step's block
     # for each state, bytes of the parameters' gradients that exist when the backward reaches it
     parameter_gradients: tuple[int, ...] = ()
-    # storages of the model's outputs if the caller holds them until the backward is over; a
-    # recomputation allocates new ones
-    returned: frozenset[int] = frozenset()
+    # storages that the program holds until the backward is over: the model's outputs if the caller
+    # does, and what the model keeps, as in attributes; a recomputation allocates new ones
+    held_until_end: frozenset[int] = frozenset()
     # bytes of parameters' gradients that the step's forward makes, not counted above
     gradients_made: tuple[int, ...] = ()
     draws: tuple[int, ...] = ()  # how many of the step's kernels draw random numbers
@@ -76,7 +76,8 @@ class StepCosts:
     # kernels that no recomputation runs, and memory that was saved before a kernel wrote it
     never_recomputed: tuple[frozenset[int], ...] = ()
     # storages that the forward holds in addition to the state and a recomputation of kernels does
-    # not: those of variables in the user's forward, and outputs that were made early
+    # not: those of variables in the user's forward, outputs that were made early, and what the
+    # model keeps, of the training step before until this one replaces it
     forward_only: tuple[frozenset[int], ...] = ()
 
     def __len__(self) -> int:
@@ -213,7 +214,7 @@ def simulate(
     for casts in earlier_casts:
         clock.hold(casts)
     peaks = [(clock.peak, clock.moment)]
-    clock.hold(costs.returned)
+    clock.hold(costs.held_until_end)
     for item, casts in zip(reversed(plan), reversed(earlier_casts), strict=True):
         # here no recomputed tensor is held
         if clock.offloading is not None:
@@ -245,7 +246,7 @@ def least_possible(costs: StepCosts) -> int:
     backward = costs.backward_alone or costs.backward
     peaks = [0]
     for step, (present, saved) in enumerate(zip(costs.present, costs.saved, strict=True)):
-        behind = costs.bytes_of(saved | costs.returned) + costs.gradients[step + 1]
+        behind = costs.bytes_of(saved | costs.held_until_end) + costs.gradients[step + 1]
         peaks += costs.bytes_of(present) + costs.forward[step], behind + backward[step]
     return max(peaks)
 
@@ -294,8 +295,9 @@ class _Clock:
         costs = self.costs
         for item in plan:
             steps = _steps(item)
+            read = self.read_once(item)
             if isinstance(item, tuple):
-                self.hold(self.inputs(item))
+                self.hold(self.inputs(item) | read)
             for step in steps:
                 self.hold_forward_only(step)
                 if self.offloading is not None and step == steps[0]:
@@ -308,6 +310,7 @@ class _Clock:
             if isinstance(item, int):
                 self.hold(costs.saved[item])
             else:
+                self.release(read)
                 self.held_bytes += self.copies(item)
                 self.hold(self.kept_by(item))
             if self.offloading is not None:
@@ -392,6 +395,17 @@ class _Clock:
         """Returns the storages that a segment starts from, as far as it needs them."""
         return self.recomputation(item).needed[first_step(item)]
 
+    def read_once(self, item: Item) -> frozenset[int]:
+        """Returns the storages before a segment that it reads and its recomputation does not.
+
+        A segment cannot know that yet in the forward, and holds them until it ends there.
+        """
+        if not self.costs.reads or isinstance(item, int):
+            return frozenset()
+        steps = _steps(item)
+        read = frozenset().union(*self.costs.reads[steps[0] : steps[-1] + 1])
+        return (read & self.costs.live[steps[0]]) - self.inputs(item)
+
     def recomputation(self, item: tuple[Item, ...]) -> _Recomputation:
         """Returns the recomputation of a segment; segments inside of it keep nothing."""
         # no two segments of a plan are one object, since they have other steps
@@ -455,7 +469,7 @@ class _Clock:
         Their bytes stay. Nothing else holds them: the backward of all later items is done.
         """
         if isinstance(item, tuple):
-            self.given_away = self.made_by(item) & self.costs.returned
+            self.given_away = self.made_by(item) & self.costs.held_until_end
             for storage in self.given_away:
                 self.holders[storage] = 0
 
@@ -551,7 +565,7 @@ class _Offloading:
     def copy_out(self, step: int) -> None:
         """Copies out what only items hold when a step of the model begins, or the model ends."""
         costs, holders = self.clock.costs, self.clock.holders
-        needed = costs.live[step] | costs.returned
+        needed = costs.live[step] | costs.held_until_end
         leaving = [
             storage
             for storage in (self.candidates if step <= self.steps else ())

@@ -69,7 +69,7 @@ def costs_of(
     copied = list(map(frozenset.union, copied, steps.overwritten()))
     writes = [steps.not_made(number, (k.writes for k in kernels[number])) for number in numbers]
     never_recomputed = [steps.never_recomputed(number) | copies[number] for number in numbers]
-    forward_only = steps.forward_only()
+    forward_only = list(map(frozenset.union, steps.forward_only(), steps.left_before()))
     return StepCosts(
         sizes=tuple(steps.sizes),
         live=tuple(steps.live),
@@ -248,6 +248,15 @@ class _Steps:
                     break
                 by_step[number].add(storage)
         return [frozenset(held) - live for held, live in zip(by_step, self.live, strict=False)]
+
+    def left_before(self) -> list[Storages]:
+        """Numbers what remains of the training step before; returns it until it is made anew."""
+        by_step: list[set[int]] = [set() for _ in range(self.count)]
+        for storage in sorted(self.events.remaining):
+            for number in range(self.maker[storage] + 1):
+                by_step[number].add(len(self.sizes))
+            self.sizes.append(self.sizes[storage])
+        return list(map(frozenset, by_step))
 
 
 def _reads(event: Event) -> Iterable[int]:

@@ -79,7 +79,7 @@ def least_memory(costs: StepCosts) -> Plan:
     if simulate(everything, costs).peak <= least + least // 1000:
         return everything
     plan, peak = _uniform(costs)
-    beside_outputs, outputs = _beside_outputs(costs), costs.bytes_of(costs.returned)
+    beside_outputs, outputs = _beside_outputs(costs), costs.bytes_of(costs.held_until_end)
     # the lower bound is tried first: with large gradients it is reached
     low = middle = least - outputs
     high = peak - outputs
@@ -123,17 +123,17 @@ def _uniform(costs: StepCosts) -> tuple[Plan, int]:
 
 def _beside_outputs(costs: StepCosts) -> StepCosts:
     """Returns the costs without the outputs; in the forward an output counts once it is made."""
-    outputs = costs.bytes_of(costs.returned)
-    by_step = (costs.bytes_of(present & costs.returned) for present in costs.present)
+    outputs = costs.bytes_of(costs.held_until_end)
+    by_step = (costs.bytes_of(present & costs.held_until_end) for present in costs.present)
     return replace(
         costs,
-        live=tuple(live - costs.returned for live in costs.live),
-        saved=tuple(saved - costs.returned for saved in costs.saved),
+        live=tuple(live - costs.held_until_end for live in costs.live),
+        saved=tuple(saved - costs.held_until_end for saved in costs.saved),
         forward=tuple(
             allocated + made_before - outputs
             for allocated, made_before in zip(costs.forward, by_step, strict=True)
         ),
-        returned=frozenset(),
+        held_until_end=frozenset(),
     )
 
 
@@ -298,7 +298,7 @@ def _needs(costs: StepCosts, beside_outputs: StepCosts, ceiling: int) -> Iterato
     for step in steps:
         unsaved.append(costs.bytes_of(live[step] - earlier))
         new.append(costs.bytes_of(saved[step] - earlier))
-        own.append(costs.bytes_of(saved[step] - earlier - costs.returned))
+        own.append(costs.bytes_of(saved[step] - earlier - costs.held_until_end))
         earlier = (earlier | saved[step]) & live[step + 1]
     states = map(costs.bytes_of, beside_outputs.live)
     handed = list(map(operator.add, states, beside_outputs.forward))
@@ -315,7 +315,7 @@ def _needs(costs: StepCosts, beside_outputs: StepCosts, ceiling: int) -> Iterato
                     unsaved[step] -= size
             if save < len(costs):
                 new[save] -= size
-                own[save] -= size if storage not in costs.returned else 0
+                own[save] -= size if storage not in costs.held_until_end else 0
         rows = zip(*(row[start:] for row in (handed, unsaved, new, own, *fixed)), strict=False)
         yield list(_needs_from(rows, ceiling))
 

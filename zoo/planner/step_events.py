@@ -116,6 +116,8 @@ class StepEvents:
         forward: events of the model and its loss, each with its operator.
         backward: the autograd nodes in the order in which they ran.
         outputs: storages of what the model returned.
+        remaining: those of the forward that the program holds when forward and backward are over
+            and what the model returned is gone, as in attributes of a module.
         ends: the storage of the loss; empty if the backward begins at the outputs.
         casts: storages of casts of weights, which autocast holds until the forward is over.
         trained: bytes of each parameter that is trained.
@@ -128,6 +130,7 @@ class StepEvents:
     forward: list[tuple[int, Event]] = field(default_factory=list)
     backward: list[NodeRun] = field(default_factory=list)
     outputs: frozenset[int] = frozenset()
+    remaining: frozenset[int] = frozenset()
     ends: frozenset[int] = frozenset()
     casts: set[int] = field(default_factory=set)
     trained: list[int] = field(default_factory=list)
@@ -141,9 +144,12 @@ class StepEvents:
         """
         behind = [run for run in self.backward if run.operator >= operator]
         events = [event for run in behind for event in run.events]
+        forward = [(at, event) for at, event in self.forward if at < operator]
+        made = {event.storage for _, event in forward if isinstance(event, Allocated)}
         return replace(
             self,
-            forward=[(at, event) for at, event in self.forward if at < operator],
+            forward=forward,
+            remaining=self.remaining & made,
             backward=[NodeRun(AT_END, events), *self.backward[len(behind) :]],
             ends=frozenset(),
         )

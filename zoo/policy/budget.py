@@ -293,7 +293,8 @@ class StepPlanner:
         updates, profile = self.optimizer_bytes.updates, self.profile
         costs = profile.costs(self.rated, self.kernels, updates, accumulates=self.accumulates)
         # a training loop's variables hold the outputs and the loss beyond the backward
-        return replace(costs, returned=profile.returned if self.holds_outputs else frozenset())
+        returned = profile.returned if self.holds_outputs else frozenset()
+        return replace(costs, held_until_end=returned | profile.remaining)
 
     @functools.cached_property
     def costs_with_gradients(self) -> StepCosts:
@@ -312,7 +313,7 @@ class StepPlanner:
 
     @functools.cached_property
     def _optimizer_peak(self) -> int:
-        return self.fixed.optimizer_peak + self.costs.bytes_of(self.costs.returned)
+        return self.fixed.optimizer_peak + self.costs.bytes_of(self.costs.held_until_end)
 
     def report(self, budget: Budget | None, overhead: float | None) -> PlanReport:
         """Chooses the plan for bounds from `parse_bounds` and predicts its costs."""
@@ -582,7 +583,7 @@ class StepPlanner:
         kept = recomputed = between = 0
         if self._optimizer_peak > self._resident + result.peak:
             phase, gradients, work = "step of the optimizer", fixed.gradients, fixed.scratch
-            kept = self.costs.bytes_of(self.costs.returned)
+            kept = self.costs.bytes_of(self.costs.held_until_end)
         else:
             moment, left = result.moment, self.costs.parameter_gradients
             phase = f"{moment.phase} of {(*self.outline.names, 'the loss')[moment.step]}"

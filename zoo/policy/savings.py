@@ -57,18 +57,28 @@ def _parts(planner: StepPlanner, point: Point) -> Iterator[Part]:
         "the other, as of the batch, take less"
     )
     yield at.work, f"{format_bytes(at.work)} are made by one kernel or module, {where}: {way_out}."
-    returned = costs.bytes_of(costs.returned)
+    variables = costs.forward_only if moment.phase == FORWARD else ()
+    named = frozenset().union(*variables[moment.step : moment.step + 1])
+    # numbers behind those of the events are of the training step before
+    own = range(len(planner.profile.events.sizes))
+    earlier = frozenset(storage for storage in named if storage not in own)
+    remaining = costs.bytes_of(planner.profile.remaining | earlier)
+    yield (
+        remaining,
+        f"{format_bytes(remaining)} are results that the model keeps after its forward, as in "
+        "attributes: keep a number or a small copy in their place.",
+    )
+    returned = costs.bytes_of(costs.held_until_end - planner.profile.remaining)
     yield (
         returned,
         f"{format_bytes(returned)} are what the model returns, held by the program's variables "
         "until the backward is over: write loss(model(x)).backward(), and pass "
         "holds_outputs=False.",
     )
-    variables = costs.forward_only if moment.phase == FORWARD else ()
-    named = costs.bytes_of(frozenset().union(*variables[moment.step : moment.step + 1]))
+    held = costs.bytes_of(named - planner.profile.remaining - earlier)
     yield (
-        named,
-        f"{format_bytes(named)} are held by variables of the forward that no kernel reads any "
+        held,
+        f"{format_bytes(held)} are held by variables of the forward that no kernel reads any "
         "more: `del` them where they end.",
     )
     done = costs.never_recomputed[: moment.step + 1]
@@ -78,8 +88,9 @@ def _parts(planner: StepPlanner, point: Point) -> Iterator[Part]:
         f"{format_bytes(unrepeatable)} are results of kernels that may not repeat their own bits, "
         "or whose operators are not torch's own: they are kept.",
     )
-    if at.kept > returned + named + unrepeatable:
-        kept = at.kept - returned - named - unrepeatable
+    others = remaining + returned + held + unrepeatable
+    if at.kept > others:
+        kept = at.kept - others
         yield (
             kept,
             f"{format_bytes(kept)} are kept from the forward, for kernels to be recomputed from: "

@@ -8,6 +8,7 @@ when the node opens it.
 
 import bisect
 import functools
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -252,6 +253,18 @@ class EventRecorder(KernelMode):
                         self._note(Gradient(number, form_of(leaf)))
         self._release(self._saved_by.pop(self._node, ()))
         self._of_node, self._fake_mode = [], None
+        del gradients, walk
+        self.events.remaining = self._remaining()
+
+    def _remaining(self) -> frozenset[int]:
+        """Returns the storages of the forward that are still held, without autocast's casts."""
+        if self._held_of_forward():
+            gc.collect()  # what only cycles hold may go at any time
+        return self._held_of_forward()
+
+    def _held_of_forward(self) -> frozenset[int]:
+        held = {number for number in +self._holds if number < self._made_before}
+        return frozenset(held - self.events.casts)
 
     def __torch_dispatch__(
         self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
