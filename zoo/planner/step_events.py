@@ -77,8 +77,9 @@ class KernelRun:
         moved: bytes of its arguments and results.
         itemsize: bytes of an element of its first floating-point result; 4 if there is none.
         reads, writes: storages of its arguments.
-        copies: those of `reads` and `writes` that a segment copies unless it makes them: small
-            ones without a gradient.
+        copies: storages that a segment copies unless it makes them: small ones without a gradient
+            among `reads` and `writes`, and those of buffers and constants, which have numbers for
+            their copies alone.
         keeps: storages that it makes or writes and that no recomputation makes again.
         state: bytes of arguments, such as a dropout's state, that a recomputation copies first.
         draws: whether it draws random numbers.

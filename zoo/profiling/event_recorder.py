@@ -28,7 +28,7 @@ from zoo._torch import (
     sequence_number,
 )
 from zoo.engine.dispatch_keys import kernel_of
-from zoo.engine.operator_effects import DETACH, effects_of, is_view, written_by
+from zoo.engine.operator_effects import DETACH, effects_of, is_view, statistics_of, written_by
 from zoo.engine.recorder import KernelMode
 from zoo.engine.saved_tensors import is_in_graph
 from zoo.engine.segments import Pack, Unpack
@@ -158,6 +158,8 @@ class EventRecorder(KernelMode):
         self._kernels: dict[str, tuple[int, KernelSpec | None]] = {}
         # numbers of storages by address
         self._numbers: dict[int, int] = {}
+        # of small storages of buffers and constants the numbers of the copies that segments make
+        self._copies: dict[int, int] = {}
         # storages that are held, so that no other one gets the address
         self._owned: list[UntypedStorage] = []
         # numbers of reserves, which cuDNN's networks keep for their backward
@@ -190,9 +192,12 @@ class EventRecorder(KernelMode):
 
     def note_owned(self, model: nn.Module) -> None:
         """Leaves the storages of a model's parameters and buffers out of the events."""
-        for tensor in (*model.parameters(), *model.buffers()):
-            for storage in storages_of(tensor):
+        for parameter in model.parameters():
+            for storage in storages_of(parameter):
                 self._leave_out(storage)
+        for buffer in model.buffers():
+            for storage in storages_of(buffer):
+                self._leave_out(storage, is_copied=True)
         self.events.trained += [p.nbytes for p in model.parameters() if p.requires_grad]
 
     def note_inputs(self, tensors: Iterable[Tensor]) -> None:
@@ -221,6 +226,15 @@ class EventRecorder(KernelMode):
     def numbers_of(self, tensors: Iterable[Tensor]) -> frozenset[int]:
         """Returns the numbers of the storages of tensors, without those that are left out."""
         return self._numbers_at(storage for tensor in tensors for storage in storages_of(tensor))
+
+    def _copies_for(self, inputs: Iterable[Tensor], read: Iterable[Tensor]) -> frozenset[int]:
+        """Returns the numbers of what a segment copies for a kernel, unless it has made it."""
+        without_history = {
+            self._copies.get(storage._cdata, LEFT_OUT)
+            for tensor in filter(_is_copied, read)
+            for storage in storages_of(tensor)
+        }
+        return self.numbers_of(filter(_is_copied, inputs)) | without_history - {LEFT_OUT}
 
     def _numbers_at(self, storages: Iterable[UntypedStorage]) -> frozenset[int]:
         numbers = {self._numbers.get(storage._cdata, LEFT_OUT) for storage in storages}
@@ -287,8 +301,11 @@ class EventRecorder(KernelMode):
         # before it runs, since it may change its arguments in place
         starts_kernel = not (is_view(func) or func in FREE)
         spec = KernelSpec.of(func, args, kwargs) if starts_kernel else None
-        small = filter(_is_copied, inputs if starts_kernel else ())
-        reads, copies = self._numbers_at(storages), self.numbers_of(small)
+        written = written_by(effects, args, kwargs)
+        reads = self._numbers_at(storages)
+        statistics = statistics_of(effects, args).values()
+        read = [t for t in inputs if not any(t is other for other in (*written, *statistics))]
+        copies = self._copies_for(inputs, read) if starts_kernel else frozenset()
         result = kernel(*args, **kwargs)
         outputs = tensors_in(result)
         allocated = self._note_results(func, storages, outputs)
@@ -296,7 +313,6 @@ class EventRecorder(KernelMode):
             self._blank |= allocated
         if func is CUDNN:
             self._reserves |= self.numbers_of([result[3]])
-        written = written_by(effects, args, kwargs)
         writes = self.numbers_of(written)
         self._blank -= writes
         if self._caches_casts and is_cached(func, args, result):
@@ -346,15 +362,18 @@ class EventRecorder(KernelMode):
         self.events.sizes.append(storage.nbytes())
         return number
 
-    def _leave_out(self, storage: UntypedStorage) -> None:
+    def _leave_out(self, storage: UntypedStorage, *, is_copied: bool = False) -> None:
         self._owned.append(storage)
         self._numbers[storage._cdata] = LEFT_OUT
+        if is_copied and storage.nbytes() <= SMALL:
+            self._copies[storage._cdata] = len(self.events.sizes)
+            self.events.sizes.append(storage.nbytes())
 
     def _note_constants(self, storages: Iterable[UntypedStorage]) -> None:
         """Notes storages that neither the program made nor the model owns."""
         for storage in storages:
             if storage._cdata not in self._numbers:
-                self._leave_out(storage)
+                self._leave_out(storage, is_copied=True)
                 self.events.constants.append(storage.nbytes())
 
     def _note_results(
