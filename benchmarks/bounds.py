@@ -50,15 +50,17 @@ def makers_of(costs: StepCosts) -> dict[int, int]:
     for step, saved in enumerate(costs.saved):
         # an output that no step reads is held from the step behind its own
         is_last = step + 1 >= len(costs.forward_only)
-        held = costs.returned if is_last else costs.forward_only[step + 1]
-        for storage in (saved | costs.live[step + 1] | (held & costs.returned)) - costs.live[0]:
+        held = costs.held_until_end if is_last else costs.forward_only[step + 1]
+        for storage in (saved | costs.live[step + 1] | (held & costs.held_until_end)) - costs.live[
+            0
+        ]:
             makers.setdefault(storage, step)
     return makers
 
 
 def _bytes_at(costs: StepCosts, makers: dict[int, int], step: int) -> int:
     """Returns the bytes in the backward of a step if everything is kept."""
-    needed = costs.returned.union(*costs.saved[: step + 1]) & makers.keys()
+    needed = costs.held_until_end.union(*costs.saved[: step + 1]) & makers.keys()
     return costs.bytes_of(needed) + costs.gradients[step + 1] + costs.backward[step]
 
 
@@ -72,7 +74,7 @@ def _least_from(costs: StepCosts, makers: dict[int, int], last: int, peak: int) 
     there = {storage: place for place, storage in enumerate(storages)}
     starts = len(storages)
     ends = starts + last + 1
-    needed = costs.returned.union(*costs.saved[: last + 1]) & there.keys()
+    needed = costs.held_until_end.union(*costs.saved[: last + 1]) & there.keys()
 
     def remade(storage: int) -> dict[int, int]:
         maker = makers[storage]
@@ -98,7 +100,7 @@ def _least_from(costs: StepCosts, makers: dict[int, int], last: int, peak: int) 
     until = costs.seconds_until_saved[: last + 1]
     rest = map(operator.sub, costs.seconds[: last + 1], until)
     whole = sum(costs.seconds) or 1.0
-    must = costs.saved[last] | costs.returned
+    must = costs.saved[last] | costs.held_until_end
     found = milp(
         [0.0] * starts + [seconds / whole for seconds in (*until, *(max(r, 0.0) for r in rest))],
         integrality=np.ones(shape[1]),

@@ -718,38 +718,90 @@ def any_plan(numbers: random.Random, steps: Sequence[int], depth: int = 3) -> Pl
     return Plan(tuple(items(steps, depth)))
 
 
-KEEPS: dict[str, Callable[[list[Tensor], Tensor], object]] = {
-    "a result": lambda kept, wide: kept.append(wide),
-    "a view of it": lambda kept, wide: kept.append(wide[:, :1]),
-    "a detached one": lambda kept, wide: kept.append(wide.detach()),
-    "nothing": lambda kept, wide: None,
+KEEPS: dict[str, Callable[[Tensor, Tensor], Tensor | None]] = {
+    "a result": lambda wide, x: wide,
+    "a view of it": lambda wide, x: wide[:, :1],
+    "a detached one": lambda wide, x: wide.detach(),
+    "the input": lambda wide, x: x.detach(),
+    "nothing": lambda wide, x: None,
 }
 
 
 class Remembering(nn.Module):
-    """Keeps a wide tensor, which its gradient needs or not, until the next one replaces it."""
+    """Keeps a wide tensor, which its gradient needs or not, until the next step replaces it.
 
-    def __init__(self, keep: Callable[[list[Tensor], Tensor], object], *, is_trained: bool) -> None:
+    Either at once or, `is_late`, when others as wide have come and gone.
+    """
+
+    def __init__(self, keep: str, *, is_trained: bool = False, is_late: bool = False) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-        self.keep, self.is_trained, self.seen = keep, is_trained, list[Tensor]()
+        self.keep, self.is_trained, self.is_late = KEEPS[keep], is_trained, is_late
+        self.seen: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers[:3]:
+        given = x
+        for layer in self.layers[:2]:
             x = torch.tanh(layer(x))
         with torch.set_grad_enabled(self.is_trained):
             wide = x.repeat(1, 16).sin()
-        self.keep(self.seen, wide)
-        del self.seen[:-1]
-        return self.layers[3](x + wide[:, :64])
+        kept, wide = self.keep(wide, given), wide[:, :64]
+        if not self.is_late:
+            self.seen = kept
+        x = torch.tanh(self.layers[2](x + wide))
+        with torch.no_grad():
+            wide = x.repeat(1, 24).view(-1, 24, 64).mean(1)
+        self.seen = kept
+        return self.layers[3](x + wide)
 
 
 @pytest.mark.usefixtures("traces_once")
-@pytest.mark.parametrize("is_trained", [False, True])
-@pytest.mark.parametrize("keep", KEEPS)
-def test_what_a_model_keeps_from_step_to_step_is_counted(keep: str, is_trained: bool) -> None:
+@pytest.mark.parametrize(
+    ("keep", "options"),
+    [*((keep, {}) for keep in KEEPS), ("a result", {"is_trained": True}),
+     ("a result", {"is_late": True}), ("a detached one", {"is_late": True, "is_trained": True})],
+)  # fmt: skip
+def test_what_a_model_keeps_from_step_to_step_is_counted(
+    keep: str, options: dict[str, bool]
+) -> None:
     torch.manual_seed(1)
-    model, x = Remembering(KEEPS[keep], is_trained=is_trained), torch.rand(2000, 64)
+    found = assert_two_steps_close(Remembering(keep, **options), torch.rand(2000, 64))
+    assert len(found.profile.remaining) == (keep not in ("the input", "nothing"))
+
+
+def test_where_no_second_forward_tells_when_it_is_replaced_it_counts_to_the_end() -> None:
+    model, x, once = Remembering("a result"), torch.rand(2000, 64), iter([None])
+    usual = planner_for(model, x, optimizer=sgd, loss=scores).baseline
+    model.register_forward_pre_hook(lambda *_: next(once))
+    failing = planner_for(model, x, optimizer=sgd, loss=scores).baseline
+    assert failing.peak - usual.peak == 2000 * 64 * 16 * 4
+    assert model.seen is None
+
+
+class Queueing(nn.Module):
+    """Makes a large buffer anew in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.register_buffer("queue", torch.zeros(8000, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.queue = torch.cat([x, self.queue[: -len(x)]])
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_a_buffer_that_each_step_makes_anew_counts_as_the_buffer() -> None:
+    found = planner_for(Queueing(), torch.rand(1000, 64), optimizer=sgd, loss=scores)
+    assert found.fixed.buffers == 8000 * 64 * 4
+    assert found.costs.held_until_end == found.profile.returned
+
+
+def assert_two_steps_close(model: Remembering, x: Tensor) -> StepPlanner:
+    """Asserts what the second step takes by a plan, with what the first has left."""
     found = planner_for(model, x, optimizer=sgd, loss=scores)
     optimizer = sgd(model.parameters())
 
@@ -762,10 +814,11 @@ def test_what_a_model_keeps_from_step_to_step_is_counted(keep: str, is_trained: 
     for point in found.points[:: max(len(found.points) // 3, 1)]:
         zoo.checkpoint(model, found.of_model(point).plan)
         two_steps()
-        model.seen.clear()
         optimizer.zero_grad()
+        model.seen = None
         measured = measure_step(two_steps, model, optimizer, [x]).peak
-        assert 0.96 * point.peak <= measured <= point.peak
+        assert 0.97 * point.peak <= measured <= point.peak
+    return found
 
 
 class Pooling(nn.Module):
@@ -788,7 +841,7 @@ def test_a_segment_holds_what_it_read_until_its_forward_ends() -> None:
 
 
 class Averaging(nn.Module):
-    """Moves an average before it subtracts it, scales by a tensor that is no buffer, and counts."""
+    """Reads an average before and after it moves, and a view of a tensor that is no buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -799,18 +852,18 @@ class Averaging(nn.Module):
         self.norm = nn.BatchNorm1d(96)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.first(x)) + self.average
         with torch.no_grad():
             self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
             self.counts.add_(1)
-        x = torch.tanh((x - self.average) * self.scale)
+        x = torch.tanh((x - self.average) * self.scale[None])
         return torch.tanh(self.last(self.norm(x)))
 
 
 @pytest.mark.usefixtures("traces_once")
 def test_the_copies_of_small_buffers_and_constants_are_counted() -> None:
     torch.manual_seed(1)
-    assert_close(Averaging(), torch.rand(1000, 96), least=0.9999, plans=["0-1 (2-8)"])
+    assert_close(Averaging(), torch.rand(1000, 96), least=0.9999, plans=["0-1 (2-7)"])
 
 
 def assert_close(

@@ -250,10 +250,10 @@ class _Steps:
         return [frozenset(held) - live for held, live in zip(by_step, self.live, strict=False)]
 
     def left_before(self) -> list[Storages]:
-        """Numbers what remains of the training step before; returns it until it is made anew."""
+        """Numbers what remains of the training step before; returns it until it is replaced."""
         by_step: list[set[int]] = [set() for _ in range(self.count)]
-        for storage in sorted(self.events.remaining):
-            for number in range(self.maker[storage] + 1):
+        for storage, end in self.events.remaining.items():
+            for number in range(bisect.bisect_left(self.cuts, end)):
                 by_step[number].add(len(self.sizes))
             self.sizes.append(self.sizes[storage])
         return list(map(frozenset, by_step))

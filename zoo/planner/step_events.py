@@ -109,7 +109,9 @@ class NodeRun(NamedTuple):
 
 @dataclass
 class StepEvents:
-    """The events of a training step. Storages of parameters and buffers have no number.
+    """The events of a training step.
+
+    Storages of parameters and buffers have no number, but for the copies of small buffers.
 
     Attributes:
         sizes: bytes of each storage.
@@ -117,8 +119,9 @@ class StepEvents:
         forward: events of the model and its loss, each with its operator.
         backward: the autograd nodes in the order in which they ran.
         outputs: storages of what the model returned.
-        remaining: those of the forward that the program holds when forward and backward are over
-            and what the model returned is gone, as in attributes of a module.
+        remaining: storages of the forward that the program holds when forward and backward are
+            over and what the model returned is gone, as in attributes of a module; and how many
+            operators of the next forward run until they are gone, 0 if they stay.
         ends: the storage of the loss; empty if the backward begins at the outputs.
         casts: storages of casts of weights, which autocast holds until the forward is over.
         trained: bytes of each parameter that is trained.
@@ -131,7 +134,7 @@ class StepEvents:
     forward: list[tuple[int, Event]] = field(default_factory=list)
     backward: list[NodeRun] = field(default_factory=list)
     outputs: frozenset[int] = frozenset()
-    remaining: frozenset[int] = frozenset()
+    remaining: dict[int, int] = field(default_factory=dict)
     ends: frozenset[int] = frozenset()
     casts: set[int] = field(default_factory=set)
     trained: list[int] = field(default_factory=list)
@@ -150,7 +153,7 @@ class StepEvents:
         return replace(
             self,
             forward=forward,
-            remaining=self.remaining & made,
+            remaining={storage: end for storage, end in self.remaining.items() if storage in made},
             backward=[NodeRun(AT_END, events), *self.backward[len(behind) :]],
             ends=frozenset(),
         )

@@ -62,7 +62,8 @@ def _parts(planner: StepPlanner, point: Point) -> Iterator[Part]:
     # numbers behind those of the events are of the training step before
     own = range(len(planner.profile.events.sizes))
     earlier = frozenset(storage for storage in named if storage not in own)
-    remaining = costs.bytes_of(planner.profile.remaining | earlier)
+    there = costs.present[moment.step] if moment.phase == FORWARD else costs.held_until_end
+    remaining = costs.bytes_of(planner.profile.remaining & there | earlier)
     yield (
         remaining,
         f"{format_bytes(remaining)} are results that the model keeps after its forward, as in "

@@ -7,11 +7,12 @@ when the node opens it.
 """
 
 import bisect
+import contextlib
 import functools
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,10 +83,15 @@ def bytes_moved(tensor: Tensor) -> int:
 
 def is_cached(func: Operator, args: Args, result: PyTree) -> bool:
     """Returns whether autocast caches a result: a weight cast to its lower precision."""
-    if func is not CONVERSION or not isinstance(args[0], nn.Parameter):
+    if func is not CONVERSION:
         return False
-    is_trained = args[0].requires_grad and args[0].dtype is torch.float32
-    return is_trained and result.dtype is torch.get_autocast_dtype(args[0].device.type)
+    weight = args[0]
+    is_trained = weight.requires_grad and weight.is_leaf and weight.dtype is torch.float32
+    return (
+        is_trained
+        and not weight._is_view()
+        and result.dtype is torch.get_autocast_dtype(args[0].device.type)
+    )
 
 
 @dataclass(slots=True)
@@ -154,6 +160,9 @@ class EventRecorder(KernelMode):
         # the engine holds tensors for its segments
         self.events = StepEvents(has_lifetimes=hooks is None)
         self._count, self._caches_casts, self._hooks = count, caches_casts, hooks
+        self._model: nn.Module | None = None
+        # how many operators of the next forward were dispatched, while it runs
+        self._next_count: Callable[[], int] | None = None
         # the number and the spec of each different kernel call, by the spec's repr
         self._kernels: dict[str, tuple[int, KernelSpec | None]] = {}
         # numbers of storages by address
@@ -192,6 +201,7 @@ class EventRecorder(KernelMode):
 
     def note_owned(self, model: nn.Module) -> None:
         """Leaves the storages of a model's parameters and buffers out of the events."""
+        self._model = model
         for parameter in model.parameters():
             for storage in storages_of(parameter):
                 self._leave_out(storage)
@@ -229,12 +239,12 @@ class EventRecorder(KernelMode):
 
     def _copies_for(self, inputs: Iterable[Tensor], read: Iterable[Tensor]) -> frozenset[int]:
         """Returns the numbers of what a segment copies for a kernel, unless it has made it."""
-        without_history = {
+        of_owned = {
             self._copies.get(storage._cdata, LEFT_OUT)
             for tensor in filter(_is_copied, read)
             for storage in storages_of(tensor)
         }
-        return self.numbers_of(filter(_is_copied, inputs)) | without_history - {LEFT_OUT}
+        return self.numbers_of(filter(_is_copied, inputs)) | of_owned - {LEFT_OUT}
 
     def _numbers_at(self, storages: Iterable[UntypedStorage]) -> frozenset[int]:
         numbers = {self._numbers.get(storage._cdata, LEFT_OUT) for storage in storages}
@@ -256,7 +266,7 @@ class EventRecorder(KernelMode):
         for reference in () if is_real else self._saved:
             if (saved := reference()) is not None and saved.spec is not None:
                 saved.packed = None
-        gradients = []
+        gradients, leaf, gradient = [], None, None
         walk = gradients_of(roots, on_node=self._on_node, on_end=self._on_end, keeps_graph=is_real)
         with self:
             for leaf, gradient in walk:
@@ -267,18 +277,32 @@ class EventRecorder(KernelMode):
                         self._note(Gradient(number, form_of(leaf)))
         self._release(self._saved_by.pop(self._node, ()))
         self._of_node, self._fake_mode = [], None
-        del gradients, walk
-        self.events.remaining = self._remaining()
-
-    def _remaining(self) -> frozenset[int]:
-        """Returns the storages of the forward that are still held, without autocast's casts."""
+        del gradients, leaf, gradient, walk
+        # not what only reference cycles hold: when it is freed depends on the collector
         if self._held_of_forward():
-            gc.collect()  # what only cycles hold may go at any time
-        return self._held_of_forward()
+            gc.collect()
+        self.events.remaining = dict.fromkeys(self._held_of_forward(), 0)
+
+    @contextlib.contextmanager
+    def next_forward(self, count: Callable[[], int]) -> Iterator[None]:
+        """Notes what the forward in the block replaces of what remains of the recorded step.
+
+        `count` returns how many operators of that forward were dispatched so far. If it raises, all
+        that remains counts as replaced in the end.
+        """
+        self._next_count = count
+        try:
+            yield
+        except Exception:
+            self.events.remaining = dict.fromkeys(self.events.remaining, AT_END)
+        finally:
+            self._next_count = None
 
     def _held_of_forward(self) -> frozenset[int]:
         held = {number for number in +self._holds if number < self._made_before}
-        return frozenset(held - self.events.casts)
+        # one that has become a buffer is counted as what was the buffer before
+        buffers = () if self._model is None else self._model.buffers()
+        return frozenset(held - self.events.casts - self.events.inputs - self.numbers_of(buffers))
 
     def __torch_dispatch__(
         self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
@@ -313,6 +337,9 @@ class EventRecorder(KernelMode):
             self._blank |= allocated
         if func is CUDNN:
             self._reserves |= self.numbers_of([result[3]])
+        for changed in (storage for tensor in written for storage in storages_of(tensor)):
+            if changed._cdata in self._copies:
+                self._number_copy(changed)
         writes = self.numbers_of(written)
         self._blank -= writes
         if self._caches_casts and is_cached(func, args, result):
@@ -366,8 +393,12 @@ class EventRecorder(KernelMode):
         self._owned.append(storage)
         self._numbers[storage._cdata] = LEFT_OUT
         if is_copied and storage.nbytes() <= SMALL:
-            self._copies[storage._cdata] = len(self.events.sizes)
-            self.events.sizes.append(storage.nbytes())
+            self._number_copy(storage)
+
+    def _number_copy(self, storage: UntypedStorage) -> None:
+        """Gives the copies of a storage a number; after each write they are others."""
+        self._copies[storage._cdata] = len(self.events.sizes)
+        self.events.sizes.append(storage.nbytes())
 
     def _note_constants(self, storages: Iterable[UntypedStorage]) -> None:
         """Notes storages that neither the program made nor the model owns."""
@@ -393,6 +424,8 @@ class EventRecorder(KernelMode):
                     continue
                 if is_left_out:
                     self._leave_out(storage)
+                    if (copy := self._copies.get(arguments[0]._cdata)) is not None:
+                        self._copies[storage._cdata] = copy
                     continue
                 number = self._add(storage)
                 weakref.finalize(storage, self._free, storage._cdata, number).atexit = False
@@ -422,6 +455,8 @@ class EventRecorder(KernelMode):
             for number in numbers:
                 if self._of_node is None and not self._holds[number]:
                     self._note(Dropped(number))
+                elif self._next_count is not None and number in self.events.remaining:
+                    self.events.remaining[number] = self._next_count()
 
         self._watched[key] = weakref.ref(tensor, let_go)
 

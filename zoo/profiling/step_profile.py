@@ -68,7 +68,7 @@ class Profile:
         specs: the different kernel calls.
         gradient_bytes: bytes of the gradients of all parameters.
         constants: bytes of tensors that the functions of the step hold, such as targets.
-        returned: storages that a program holds which has variables for them: outputs, and the loss.
+        returned: storages that a program's variables may hold: outputs, and the loss.
         remaining: storages that the model holds when the step is over.
         is_trained: whether anything needs a gradient.
     """
@@ -82,7 +82,7 @@ class Profile:
         self.device, self.specs = kernel_device(model), outline.specs
         self.gradient_bytes, self.constants = sum(self.events.trained), sum(self.events.constants)
         self.returned = self.events.outputs | self.events.ends
-        self.remaining = self.events.remaining
+        self.remaining = frozenset(self.events.remaining)
         self.is_trained = len(self.events.backward) > 1
 
     def kernels(self, *, timed: bool = True) -> list[KernelCosts | None]:

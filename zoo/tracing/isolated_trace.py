@@ -298,6 +298,14 @@ class _Forward:
             del outputs, loss
             with on_fakes() if fixes is None else fixes.questions_allowed():
                 event_recorder.run_backward(roots)
+            if event_recorder.events.remaining:
+                again = Tracer(model)
+                with (
+                    event_recorder.next_forward(again.operators_so_far),
+                    replaced(thread, "conductor", again),
+                    again,
+                ):
+                    invocation.on(model)
         return StepTrace(tracer.graph, event_recorder.events, event_recorder.specs, has_loss)
 
     def _fake(self, fixes: FakeTensorFixes, tensor: Tensor) -> Tensor:
