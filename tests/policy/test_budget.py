@@ -771,10 +771,11 @@ def test_what_a_model_keeps_from_step_to_step_is_counted(
 
 def test_where_no_second_forward_tells_when_it_is_replaced_it_counts_to_the_end() -> None:
     model, x, once = Remembering("a result"), torch.rand(2000, 64), iter([None])
-    usual = planner_for(model, x, optimizer=sgd, loss=scores).baseline
+    usual = planner_for(model, x, optimizer=sgd, loss=scores).costs
     model.register_forward_pre_hook(lambda *_: next(once))
-    failing = planner_for(model, x, optimizer=sgd, loss=scores).baseline
-    assert failing.peak - usual.peak == 2000 * 64 * 16 * 4
+    failing = planner_for(model, x, optimizer=sgd, loss=scores).costs
+    held = [costs.bytes_of(costs.forward_only[-2]) for costs in (failing, usual)]
+    assert held[0] - held[1] == 2000 * 64 * 16 * 4
     assert model.seen is None
 
 
