@@ -82,7 +82,7 @@ def bytes_moved(tensor: Tensor) -> int:
 
 
 def is_cached(func: Operator, args: Args, result: PyTree) -> bool:
-    """Returns whether autocast caches a result: a weight cast to its lower precision."""
+    """Returns whether autocast caches a result: a cast of what is trained, a weight or an input."""
     if func is not CONVERSION:
         return False
     weight = args[0]
