@@ -51,7 +51,7 @@ from zoo.planner.step_events import (
 )
 from zoo.profiling.autograd_interpreter import gradients_of
 from zoo.profiling.fake_results import LIFT, note_reserve
-from zoo.profiling.fake_tensors import QUESTIONS, answer
+from zoo.profiling.fake_tensors import QUESTIONS, NumbersNeeded, answer
 from zoo.profiling.kernel_costs import flop_formulas
 from zoo.profiling.tensor_spec import KernelSpec, TensorSpec, storages_of, tensors_in
 
@@ -85,13 +85,10 @@ def is_cached(func: Operator, args: Args, result: PyTree) -> bool:
     """Returns whether autocast caches a result: a cast of what is trained, a weight or an input."""
     if func is not CONVERSION:
         return False
-    weight = args[0]
-    is_trained = weight.requires_grad and weight.is_leaf and weight.dtype is torch.float32
-    return (
-        is_trained
-        and not weight._is_view()
-        and result.dtype is torch.get_autocast_dtype(args[0].device.type)
-    )
+    source: Tensor = args[0]
+    is_trained = source.requires_grad and source.is_leaf and not source._is_view()
+    is_lower = result.dtype is torch.get_autocast_dtype(source.device.type)
+    return is_trained and is_lower and source.dtype is torch.float32
 
 
 @dataclass(slots=True)
@@ -237,14 +234,16 @@ class EventRecorder(KernelMode):
         """Returns the numbers of the storages of tensors, without those that are left out."""
         return self._numbers_at(storage for tensor in tensors for storage in storages_of(tensor))
 
-    def _copies_for(self, inputs: Iterable[Tensor], read: Iterable[Tensor]) -> frozenset[int]:
+    def _copies_for(self, inputs: Iterable[Tensor], not_read: Sequence[Tensor]) -> frozenset[int]:
         """Returns the numbers of what a segment copies for a kernel, unless it has made it."""
+        small = list(filter(_is_copied, inputs))
         of_owned = {
             self._copies.get(storage._cdata, LEFT_OUT)
-            for tensor in filter(_is_copied, read)
+            for tensor in small
+            if not any(tensor is other for other in not_read)
             for storage in storages_of(tensor)
         }
-        return self.numbers_of(filter(_is_copied, inputs)) | of_owned - {LEFT_OUT}
+        return self.numbers_of(small) | of_owned - {LEFT_OUT}
 
     def _numbers_at(self, storages: Iterable[UntypedStorage]) -> frozenset[int]:
         numbers = {self._numbers.get(storage._cdata, LEFT_OUT) for storage in storages}
@@ -293,7 +292,7 @@ class EventRecorder(KernelMode):
         self._next_count = count
         try:
             yield
-        except Exception:
+        except (Exception, NumbersNeeded):
             self.events.remaining = dict.fromkeys(self.events.remaining, AT_END)
         finally:
             self._next_count = None
@@ -327,9 +326,8 @@ class EventRecorder(KernelMode):
         spec = KernelSpec.of(func, args, kwargs) if starts_kernel else None
         written = written_by(effects, args, kwargs)
         reads = self._numbers_at(storages)
-        statistics = statistics_of(effects, args).values()
-        read = [t for t in inputs if not any(t is other for other in (*written, *statistics))]
-        copies = self._copies_for(inputs, read) if starts_kernel else frozenset()
+        not_read = (*written, *statistics_of(effects, args).values())
+        copies = self._copies_for(inputs, not_read) if starts_kernel else frozenset()
         result = kernel(*args, **kwargs)
         outputs = tensors_in(result)
         allocated = self._note_results(func, storages, outputs)

@@ -301,6 +301,7 @@ class _Forward:
             if event_recorder.events.remaining:
                 again = Tracer(model)
                 with (
+                    contextlib.nullcontext() if fixes is None else fixes.questions_allowed(),
                     event_recorder.next_forward(again.operators_so_far),
                     replaced(thread, "conductor", again),
                     again,
