@@ -50,10 +50,9 @@ def makers_of(costs: StepCosts) -> dict[int, int]:
     for step, saved in enumerate(costs.saved):
         # an output that no step reads is held from the step behind its own
         is_last = step + 1 >= len(costs.forward_only)
-        held = costs.held_until_end if is_last else costs.forward_only[step + 1]
-        for storage in (saved | costs.live[step + 1] | (held & costs.held_until_end)) - costs.live[
-            0
-        ]:
+        until_end = costs.held_until_end
+        held = until_end if is_last else until_end & costs.forward_only[step + 1]
+        for storage in (saved | costs.live[step + 1] | held) - costs.live[0]:
             makers.setdefault(storage, step)
     return makers
 
