@@ -1,5 +1,5 @@
-# `make compare`, `test`, `lint`, `notebooks`, `fuzz`, `operators` and `mutants` each do their own
-# set-up on a fresh machine: `compare` installs what the comparison needs, each of the others
+# `make compare`, `test`, `lint`, `notebooks`, `fuzz`, `pairs`, `operators` and `mutants` each do their
+# own set-up on a fresh machine: `compare` installs what the comparison needs, each of the others
 # everything.
 # It needs python3 (3.11 or later) and is repeated only when what is installed changes.
 
@@ -11,7 +11,7 @@ python := $(PYTHON)
 installed :=
 endif
 
-.PHONY: compare test test-avx2 package lint notebooks check-notebooks fuzz operators mutants oldest newest test-device gpu gpu-page clean
+.PHONY: compare test test-avx2 package lint notebooks check-notebooks fuzz pairs operators mutants oldest newest test-device gpu gpu-page clean
 
 compare: .venv/.compare
 	$(python) test_memory_optimized.py
@@ -83,6 +83,10 @@ fuzz: .venv/.installed
 # each operator of torch's own database, with and without a recording; prints the table
 operators: .venv/.installed
 	$(python) -m tests.operators
+
+# planned modules in front of one another, all kinds by all options; MINUTES=10 for so long
+pairs: .venv/.installed
+	$(python) -m tests.pairs $(if $(filter command line,$(origin MINUTES)),--minutes $(MINUTES))
 
 # functions of the engine are broken by rule, one at a time; their tests must notice
 mutants: .venv/.installed

@@ -117,6 +117,8 @@ Operator = OpOverload[..., PyTree]
 FAKE_MODE = _TorchDispatchModeKey.FAKE
 # the key of the mode by which `make_fx` and higher-order operators write graphs
 PROXY_MODE = _TorchDispatchModeKey.PROXY
+# those of the modes that make tensors without numbers: fake, functional and proxy ones
+_MODES_OF_TRACERS = FAKE_MODE, _TorchDispatchModeKey.FUNCTIONAL, PROXY_MODE
 # the key of the vmap around a backward of several gradients at once
 VMAP_OF_GRADIENTS: DispatchKey = _private("_C._parse_dispatch_key")("VmapMode")
 # names that torch's own stubs lack
@@ -207,6 +209,11 @@ _private("compiler._is_exporting_flag")
 # whether `torch.export` runs: the compiler of torch 2.11 takes torch's own question for True
 # wherever it is asked
 is_exporting = functools.partial(getattr, torch.compiler, "_is_exporting_flag")
+
+
+def tracer_modes() -> tuple[object, ...]:
+    """Returns the modes of this thread that make tensors without numbers, None for each missing."""
+    return tuple(map(get_dispatch_mode, _MODES_OF_TRACERS))
 
 
 def is_graph_kept() -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from zoo._torch import Kwargs, PyTree
+from zoo._torch import Kwargs, PyTree, tracer_modes
 from zoo.engine.devices import Draws, PackedDraws, PackedState, RandomStream, indexed, is_same_state
 from zoo.engine.kernel_settings import DENORMAL, ONE, Settings, read_settings
 from zoo.engine.operands import (
@@ -107,6 +107,8 @@ class Recording:
         # the last kernel that drew from each random stream, by its id, and the state after it
         self.last_draws: dict[int, tuple[RandomStream, RecordedKernel, Tensor]] = {}
         self.observer = observer
+        # those that were there when it began; a replay is for the same
+        self.tracer_modes = tracer_modes()
         self.lock = threading.RLock()
 
     def settings_for(self, effects: Effects) -> Settings:

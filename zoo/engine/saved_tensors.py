@@ -27,9 +27,11 @@ from zoo._torch import (
     queue_callback,
     sequence_number,
     top_saved_tensors_hooks,
+    tracer_modes,
     will_run,
 )
 from zoo.engine.operands import REPLACED, External, Value, external_of
+from zoo.engine.recording import Recording
 from zoo.engine.replay import external_tensors, kernels_in, replay, schedule, without_modes
 from zoo.engine.replay_check import CHECKS
 from zoo.engine.segments import Handle, Scheduled, Segment, thread
@@ -189,6 +191,7 @@ def unpack_handle(handle: Handle) -> Tensor:
         if handle.tensor is None and not handle.is_written:
             if torch.is_grad_enabled() and top_saved_tensors_hooks(False) is None:
                 _warn_of_graph()
+            _check_modes(handle.segment.recording)
             around = thread.replaying
             try:
                 # the kernels ran outside of a vmap that is around the backward
@@ -207,6 +210,18 @@ def unpack_handle(handle: Handle) -> Tensor:
         elif is_graph_kept():
             handle.tensor = None
         return tensor
+
+
+def _check_modes(recording: Recording) -> None:
+    """Raises RecomputeError if a mode is there now that would make other tensors of a replay."""
+    before, now = recording.tracer_modes, tracer_modes()
+    new = [m for m, earlier in zip(now, before, strict=True) if m not in (None, earlier)]
+    if new:
+        raise RecomputeError(
+            f"the backward runs in a {type(new[0]).__name__}, whose tensors have no numbers, and "
+            "the forward of this segment ran outside of it. Run both inside of the mode, or both "
+            "outside"
+        )
 
 
 @functools.cache

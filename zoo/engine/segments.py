@@ -285,6 +285,7 @@ class Handle:
         """Takes the tensor out of a replay; returns a comparison that its device is yet to make."""
         reference, tensor = self.reference, self.value.replayed
         assert tensor is not None, "a replay makes what its handles want"
+        assert type(tensor) is not FakeTensor or self.fingerprint is None, "it has numbers"
         # autograd restores its history; until then a view of it has none
         if tensor.requires_grad:
             tensor.requires_grad_(False)

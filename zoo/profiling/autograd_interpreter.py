@@ -5,10 +5,22 @@ autograd refuses one in its children. Here the same nodes run in the same order 
 without gradients of gradients and without tensor hooks. An `autograd.Function` gets zeros for a
 missing gradient, even if it asked for None. A block inside that `torch.utils.checkpoint` recomputes
 is counted as if recomputed for each of its saved tensors.
+
+The tensors that come into a traced forward may have a graph of their own: that of another planned
+module, of a checkpointed backbone, of the step before. They may come as arguments, or by an
+attribute, a closure or an object that nobody can list. So two rules tell, for any node, whether it
+lies in front of the forward, where the backward ends:
+
+    made before    autograd numbers the nodes of a thread, and the trace knows its first
+    of a tensor    that a kernel of the trace reads and none has made, whatever thread made it
+
+Nothing behind is called: no segment, no recomputation, no hook and no function of the program.
 """
 
 import heapq
 import itertools
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +29,69 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from zoo._torch import sequence_number
+from zoo.engine.recompute import is_packing
 from zoo.profiling.fake_tensors import NumbersNeeded
+
+
+class TracedGraph:
+    """The nodes of the forward that this thread runs from here on.
+
+    Attributes:
+        hooked: numbers of the nodes that were made while hooks of the program packed what autograd
+            saves: to open such a tensor calls the program.
+    """
+
+    def __init__(self) -> None:
+        # by thread the number of its first node: a device has a thread of its own for a backward
+        # inside of the forward
+        self._first = {threading.get_ident(): sequence_number()}
+        self._end: int | None = None
+        self.hooked: set[int] = set()
+        self._in_front: set[Node] = set()
+        # tensors that need no look, by their ids: made by the forward, or noted before
+        self._known: dict[int, weakref.ref[Tensor]] = {}
+
+    def note_kernel(self, inputs: Iterable[Tensor], *, has_hooks: bool) -> None:
+        """Called before a kernel reads tensors; `has_hooks`: the trace's own hooks are there."""
+        number = sequence_number()
+        self._first.setdefault(threading.get_ident(), number)
+        if has_hooks and not is_packing():
+            self.hooked.add(number - 1)
+        for tensor in inputs:
+            # without a gradient the kernel makes no edge, and autograd may make a node anew to tell
+            if id(tensor) not in self._known and tensor.requires_grad and torch.is_grad_enabled():
+                self.note_input(tensor)
+                self.note_result(tensor)
+
+    def note_input(self, tensor: Tensor) -> None:
+        """Notes a tensor that the forward has not made: the node that made it lies in front."""
+        for source in (tensor, tensor._base):
+            if source is not None and source.grad_fn is not None:
+                self._in_front.add(source.grad_fn)
+
+    def note_result(self, tensor: Tensor) -> None:
+        """Notes a tensor that a kernel made, whose node will be one of the forward."""
+        key = id(tensor)
+        self._known[key] = weakref.ref(tensor, lambda _: self._known.pop(key, None))
+
+    def end(self) -> None:
+        """Called when the forward is over, before its backward is traced."""
+        self._end = sequence_number()
+        self._known.clear()
+
+    def is_in_front(self, node: Node) -> bool:
+        """Returns whether a node was there before the forward, or another thread has made it."""
+        if node in self._in_front:
+            return True
+        number = node._sequence_nr()
+        own, *others = self._first.values()
+        is_own = own <= number and (self._end is None or number < self._end)
+        return not is_own and all(number < first for first in others)
+
+    def is_hooked(self, node: Node) -> bool:
+        """Returns whether hooks of the program hold what a node has saved."""
+        return node._sequence_nr() in self.hooked
 
 
 class LeafGradient(NamedTuple):
@@ -31,11 +105,11 @@ class _PendingNode:
     """A node that will run: the gradients of its outputs so far, and how many are missing.
 
     `owners` keep the node alive: Python does not own that of an `autograd.Function`, which would
-    be freed before it runs (torch 2.11).
+    be freed before it runs (torch 2.11). One that `is_in_front` of the traced forward never runs.
     """
 
-    def __init__(self, node: Node) -> None:
-        self.metadata = node._input_metadata
+    def __init__(self, node: Node, *, is_in_front: bool) -> None:
+        self.metadata, self.is_in_front = node._input_metadata, is_in_front
         self.is_leaf = _leaf_of(node) is not None
         self.is_own = self.is_shared = False
         self.gradients: list[Tensor | None] = [None] * len(self.metadata)
@@ -79,6 +153,7 @@ def gradients_of(
     on_node: Callable[[Node], bool] = lambda _: False,
     on_end: Callable[[], object] = lambda: None,
     *,
+    graph: TracedGraph | None = None,
     keeps_graph: bool = False,
 ) -> Iterator[LeafGradient]:
     """Yields leaves with the gradients of the sum of `roots`, each when its gradient is complete.
@@ -86,10 +161,11 @@ def gradients_of(
     `roots` is emptied, so that each node is freed after it ran, together with its saved tensors.
     `on_node` is called before each node runs, and returns whether the gradients of the node are
     copied; `on_end` when it has released its saved tensors, before its gradients are added to
-    others. With `keeps_graph` the graph stays as it was: backwards that the program defines are not
+    others. Nodes in front of the `graph` get gradients and are not run. With `keeps_graph` the
+    graph stays as it was: backwards and hooks for saved tensors that the program defines are not
     called, and zeros stand for their gradients.
     """
-    pending = _pending(root.grad_fn for root in roots if root.grad_fn is not None)
+    pending = _pending((root.grad_fn for root in roots if root.grad_fn is not None), graph)
     while roots:
         root = roots.pop()
         if (grad_fn := root.grad_fn) is not None:
@@ -111,8 +187,11 @@ def gradients_of(
             if incoming.gradients[0] is not None:
                 yield LeafGradient(leaf, incoming.gradient_of_leaf())
             continue
+        if incoming.is_in_front:
+            continue
         is_copied = on_node(node)
-        is_skipped = keeps_graph and _is_users(node)
+        is_hooked = graph is not None and graph.is_hooked(node)
+        is_skipped = keeps_graph and (is_hooked or _is_users(node))
         gradients = _zeros_instead(node) if is_skipped else _run(node, incoming)
         if is_copied:
             gradients = [None if part is None else part.clone() for part in gradients]
@@ -121,7 +200,11 @@ def gradients_of(
             None if behind is None else pending[behind].fitted(gradient, number)
             for (behind, number), gradient in zip(following, gradients, strict=True)
         ]
-        functions = [behind for behind, _ in following if behind and _is_function(behind)]
+        functions = [
+            behind
+            for behind, _ in following
+            if behind and _is_function(behind) and not pending[behind].is_in_front
+        ]
         for behind in functions:
             pending[behind].owners.append((node, incoming.owners))
         if functions and not keeps_graph and _is_function(node):
@@ -141,18 +224,26 @@ def gradients_of(
         del fitted, following, gradient, behind
 
 
-def _pending(roots: Iterable[Node]) -> dict[Node, _PendingNode]:
-    """Finds all nodes, and counts the edges that lead to each."""
-    pending = {root: _PendingNode(root) for root in roots}
-    stack = [*pending]
+def _pending(roots: Iterable[Node], graph: TracedGraph | None) -> dict[Node, _PendingNode]:
+    """Finds all nodes that run, and those in front; counts the edges that lead to each."""
+    pending: dict[Node, _PendingNode] = {}
+    stack: list[Node] = []
+
+    def find(node: Node) -> _PendingNode:
+        if node not in pending:
+            is_leaf = _leaf_of(node) is not None
+            is_in_front = graph is not None and not is_leaf and graph.is_in_front(node)
+            pending[node] = _PendingNode(node, is_in_front=is_in_front)
+            if not is_in_front:
+                stack.append(node)
+        return pending[node]
+
+    for root in roots:
+        find(root)
     while stack:
         for node, _ in stack.pop().next_functions:
-            if node is None:
-                continue
-            if node not in pending:
-                pending[node] = _PendingNode(node)
-                stack.append(node)
-            pending[node].missing += 1
+            if node is not None:
+                find(node).missing += 1
     return pending
 
 

@@ -49,7 +49,7 @@ from zoo.planner.step_events import (
     StepEvents,
     Viewed,
 )
-from zoo.profiling.autograd_interpreter import gradients_of
+from zoo.profiling.autograd_interpreter import TracedGraph, gradients_of
 from zoo.profiling.fake_results import LIFT, note_reserve
 from zoo.profiling.fake_tensors import QUESTIONS, NumbersNeeded, answer
 from zoo.profiling.kernel_costs import flop_formulas
@@ -135,7 +135,7 @@ def _is_copied(tensor: Tensor) -> bool:
 
 
 class EventRecorder(KernelMode):
-    """Records the training step that runs inside the `with` block.
+    """Records the training step that runs inside the `with` block, on the thread that makes this.
 
     Args:
         count: returns how many operators of the forward were dispatched so far.
@@ -157,6 +157,7 @@ class EventRecorder(KernelMode):
         # the engine holds tensors for its segments
         self.events = StepEvents(has_lifetimes=hooks is None)
         self._count, self._caches_casts, self._hooks = count, caches_casts, hooks
+        self._graph = TracedGraph()
         self._model: nn.Module | None = None
         # how many operators of the next forward were dispatched, while it runs
         self._next_count: Callable[[], int] | None = None
@@ -210,6 +211,7 @@ class EventRecorder(KernelMode):
     def note_inputs(self, tensors: Iterable[Tensor]) -> None:
         """Numbers the storages of the model's inputs."""
         for tensor in tensors:
+            self._graph.note_input(tensor)
             for storage in storages_of(tensor):
                 if storage._cdata not in self._numbers:
                     self._owned.append(storage)
@@ -259,6 +261,7 @@ class EventRecorder(KernelMode):
         `roots` is emptied. From here on autograd holds no saved tensor.
         """
         self._made_before = len(self.events.sizes)
+        self._graph.end()
         self._begin_node(AT_END)
         self._fake_mode = active_fake_mode()
         is_real = self._hooks is not None
@@ -266,7 +269,9 @@ class EventRecorder(KernelMode):
             if (saved := reference()) is not None and saved.spec is not None:
                 saved.packed = None
         gradients, leaf, gradient = [], None, None
-        walk = gradients_of(roots, on_node=self._on_node, on_end=self._on_end, keeps_graph=is_real)
+        walk = gradients_of(
+            roots, self._on_node, self._on_end, graph=self._graph, keeps_graph=is_real
+        )
         with self:
             for leaf, gradient in walk:
                 # held, as the `grad` of the parameter would hold it
@@ -315,6 +320,10 @@ class EventRecorder(KernelMode):
             if not new and is_view(func) and func is not DETACH:
                 self._note_regenerated(args[0])
         inputs = tensors_in((args, kwargs))
+        if self._of_node is None:
+            # the forward itself made what lies in memory that one of its kernels has allocated
+            others = (t for t in inputs if self.numbers_of([t]) <= self.events.inputs)
+            self._graph.note_kernel(others, has_hooks=self._hooks is not None)
         storages = [storage for tensor in inputs for storage in storages_of(tensor)]
         # the code itself makes the data of `torch.tensor`
         if func is not LIFT:
@@ -429,8 +438,10 @@ class EventRecorder(KernelMode):
                 weakref.finalize(storage, self._free, storage._cdata, number).atexit = False
                 self._note(Allocated(number))
                 allocated.add(number)
-            if self._of_node is None and self.events.has_lifetimes:
-                self._watch(tensor)
+            if self._of_node is None:
+                self._graph.note_result(tensor)
+                if self.events.has_lifetimes:
+                    self._watch(tensor)
         return frozenset(allocated)
 
     def _free(self, key: int, number: int) -> None:

@@ -35,6 +35,7 @@ from torch.nn.parameter import is_lazy
 
 from zoo._torch import (
     Args,
+    FakeTensor,
     Kwargs,
     Operator,
     PyTree,
@@ -464,6 +465,8 @@ class PatchedForward(Patch):
             outputs = conductor.run(lambda: invocation.on(self.__wrapped__))
         try:
             trace = without_modes(step.trace, outputs)
+            is_fake = without_modes(_has_fake_gradients, self.module())
+            assert not is_fake, "a trace leaves the gradients of the program as they were"
             trace.graph.visits = conductor.visits
             self.plan_for(TracedForward(invocation, spec, trace, conductor.operators))
             if self.option.step.loss is not None:
@@ -522,6 +525,11 @@ class PatchedForward(Patch):
         outline = partition(module, trace, paths_of(module, self.patterns))
         step = StepPlanner(module, outline, invocation.tensors)
         return outline, self.option.plans_for(step, has_run=self.has_run)
+
+
+def _has_fake_gradients(module: nn.Module) -> bool:
+    real = (p for p in module.parameters() if not isinstance(p, FakeTensor))
+    return any(isinstance(p.grad, FakeTensor) for p in real)
 
 
 def _warn_of_blocks_alone(_: object) -> None:
