@@ -43,6 +43,7 @@ from zoo.engine.tensor_state import (
     check_history,
     check_version,
     detached,
+    detached_by_class,
     has_own_storage,
     roles_of,
     take_apart,
@@ -78,6 +79,39 @@ class PackedWrapper:
         return tensor
 
 
+class KeptWrapper:
+    """A saved tensor whose class has its own `__torch_dispatch__` and cannot be flattened.
+
+    Its kernels are recorded, and what it is made of is its own business, so that it is kept whole.
+    """
+
+    __slots__ = ("tensor", "version_check")
+
+    def __init__(self, tensor: Tensor) -> None:
+        _warn_of_kept(type(tensor))
+        self.version_check = version_check_of(tensor)
+        _, is_result = roles_of(tensor, sequence_number())
+        # autograd holds the memory of a result, without the node that holds this
+        self.tensor = detached_by_class(tensor) if is_result else tensor
+
+    def unpack(self) -> Tensor:
+        """Returns the tensor; raises as `unpack`."""
+        if self.version_check is not None:
+            check_version(*self.version_check)
+        return self.tensor
+
+
+@functools.cache
+def _warn_of_kept(kind: type) -> None:
+    """Warns once of a class whose saved tensors are kept."""
+    _log.warning(
+        "%s has its own __torch_dispatch__ and no __tensor_flatten__, so that what autograd saves "
+        "of it inside of a segment is kept, not recomputed: define both __tensor_flatten__ and "
+        "__tensor_unflatten__",
+        kind.__name__,
+    )
+
+
 def _has_gradient(part: object) -> TypeGuard[Tensor]:
     return isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex())
 
@@ -104,7 +138,7 @@ class GraphTensor:
 
 
 # what `pack` returns
-Packed = External | Handle | PackedWrapper | GraphTensor
+Packed = External | Handle | PackedWrapper | KeptWrapper | GraphTensor
 
 
 def detached_external(tensor: Tensor) -> External:
@@ -119,8 +153,8 @@ def pack(tensor: Tensor) -> Packed:
     kind = type(tensor)
     if kind is FakeTensor and is_in_graph():
         return GraphTensor(tensor)
-    if kind not in PLAIN and not has_own_storage(kind) and is_wrapper(tensor):
-        return PackedWrapper(tensor, pack)
+    if kind not in PLAIN and not has_own_storage(kind):
+        return PackedWrapper(tensor, pack) if is_wrapper(tensor) else KeptWrapper(tensor)
     segment = thread.segment
     refer = detached_external if segment is None else segment.recording.storages.refer
     reference = refer(tensor)

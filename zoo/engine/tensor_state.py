@@ -190,6 +190,12 @@ def detached(tensor: Tensor) -> Tensor:
     return result
 
 
+def detached_by_class(tensor: Tensor) -> Tensor:
+    """Returns a tensor without its graph, as the `__torch_dispatch__` of its class makes it."""
+    with ForceDispatchKeyGuard(_INCLUDED | DispatchKeySet(_KEYS.Python), _EXCLUDED):
+        return tensor.detach()
+
+
 def memory_of(tensor: Tensor) -> Tensor:
     """Returns a tensor of the same memory with a version counter of its own; no mode sees this."""
     if not count_dispatch_modes():
