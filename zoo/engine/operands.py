@@ -34,12 +34,17 @@ from zoo.engine.tensor_state import (
     storage_of,
     version_of,
 )
-from zoo.engine.unseen_writes import bytes_of, sample
+from zoo.engine.unseen_writes import bytes_of, digest, is_slice, sample
 from zoo.errors import RecomputeError
 
 REPLACED = (
     "a tensor that this gradient needs was given other memory after it was used, by `Tensor.data` "
     "or a conversion of its module, and that memory is not held. Do so after the backward."
+)
+BESIDE = (
+    "a tensor {} that this gradient needs was changed in place after it was used, or other bytes "
+    "of the memory that it is a slice of were, which its version cannot tell apart. Write after "
+    "the backward, or use a copy of the slice."
 )
 UNSEEN = (
     "a tensor {} that this gradient needs was changed in place after it was used, through "
@@ -54,8 +59,8 @@ class SavedValue(Protocol):
     def keep_if_replaced(self, tensor: Tensor) -> None:
         """Keeps the tensor if it is this one, whose memory the program has replaced."""
 
-    def before_write(self) -> None:
-        """Called before a recorded kernel writes the storage of the tensor."""
+    def before_write(self, written: "Value") -> None:
+        """Called before a recorded kernel writes the storage of a value that the tensor has."""
 
     def mark_external(self, storage: UntypedStorage) -> None:
         """Called before the storage of the tensor is written unrecorded."""
@@ -265,9 +270,9 @@ class External:
     """An external tensor, with autograd's check of its version, or a copy of it."""
 
     __slots__ = (
-        "__weakref__", "copy", "earlier", "geometry", "has_history", "home", "is_read", "is_result",
-        "is_weight", "memory", "offloaded", "original", "parts", "sample", "tensor", "version",
-        "wrapper",
+        "__weakref__", "copy", "digest", "earlier", "geometry", "has_history", "home", "is_read",
+        "is_result", "is_weight", "memory", "offloaded", "original", "parts", "sample", "tensor",
+        "version", "wrapper",
     )  # fmt: skip
 
     def __init__(
@@ -289,6 +294,8 @@ class External:
         self.is_read = False  # whether a kernel has read it
         # sample of it when read: writes by `Tensor.data` and NumPy count no version
         self.sample: bytes | None = None
+        # of a slice, whose version counts writes beside it: a digest of it when read
+        self.digest: int | None = None
         # a copy of its storage from before a write, and where it lay there
         self.copy: UntypedStorage | None = None
         self.geometry: Geometry | None = None
@@ -385,6 +392,19 @@ class External:
             check_version(*self.wrapper)
         return tensor
 
+    def _is_written_beside(self) -> bool:
+        """Returns whether only other bytes of its memory were written since it was read."""
+        tensor = self.tensor
+        if not tensor.numel():
+            return True
+        if self.home is gone or not is_plain(tensor) or not is_slice(tensor):
+            return False
+        if self.offloaded is not None:
+            self.offloaded.before_read()
+        if self.digest is None:
+            raise RecomputeError(BESIDE.format(tuple(tensor.shape)))
+        return self.digest == digest(tensor)
+
     def resolve(self) -> Tensor:
         """Returns the tensor as the forward read it.
 
@@ -401,6 +421,8 @@ class External:
         if self.geometry is None or self.copy is None:
             if self.home is not gone and self.home() is not tensor.untyped_storage():
                 raise RecomputeError(REPLACED)
+            if tensor._version != self.version and self._is_written_beside():
+                return tensor
             unchanged = self._unchanged()
         else:
             with DisableTorchDispatch():

@@ -30,7 +30,7 @@ from zoo.engine.tensor_state import (
     storage_of,
     version_of,
 )
-from zoo.engine.unseen_writes import bytes_of, read_storage, sample
+from zoo.engine.unseen_writes import bytes_of, digest, is_slice, read_storage, sample
 
 # the most bytes of a tensor without history that is copied when read: a program may change it
 # between forward and backward, which the baseline allows
@@ -198,7 +198,7 @@ class Storages:
         if storage is None or not isinstance(value, Value):
             return None
         for handle in value.handles():
-            handle.before_write()
+            handle.before_write(value)
         if value.readers:
             hold_readers(value.readers, storage, tensor)
         if value.blank:
@@ -228,7 +228,7 @@ class Storages:
     def reshape(self, value: Value, tensor: Tensor) -> None:
         """Called before a tensor gets another geometry in its memory, which counts a version."""
         for handle in value.handles():
-            handle.before_write()
+            handle.before_write(value)
         if value.has_version(tensor):
             value.holder(tensor).version = None
         value.base = gone
@@ -273,6 +273,8 @@ class Storages:
             external.hold(_copied(tensor.untyped_storage(), tensor) if copy is None else copy)
         elif external.home is not gone and type(tensor) is not FakeTensor:
             external.memory = memory_of(tensor)
+            if not requires_grad and is_plain(tensor) and is_slice(tensor):
+                external.digest = digest(tensor)
 
     def before_write(self, tensor: Tensor) -> None:
         """Called before an unrecorded write: a storage that a kernel read is copied.

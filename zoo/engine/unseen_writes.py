@@ -2,6 +2,7 @@
 
     fingerprint   bytes of a saved tensor, compared with its replay
     sample        bytes of a storage, compared with a later sample
+    digest        of all bytes of a slice, whose version counts writes beside it, too
     mark          bytes written into uninitialized memory, which the next write replaces
 
 Each is a few bytes spread over the memory: a replay calls the same kernels on the same bytes, so it
@@ -12,14 +13,16 @@ on other devices `replay_check` takes samples.
 
 import contextlib
 import ctypes
+import functools
 import itertools
+import math
 import threading
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from zoo._torch import FakeTensor
+from zoo._torch import DisableTorchDispatch, FakeTensor
 from zoo.engine.replay_check import CHECKS, sample_of
 
 # a fingerprint is WIDTH bytes from each of POSITIONS positions in a tensor
@@ -170,6 +173,26 @@ def read_memory(start: int, size: int) -> bytes:
         return content[:: size // (POSITIONS * WIDTH) | 1] + content[-WIDTH:]
     memory, gap = _view_at(start, size, FOR_READING), _gap(size)
     return b"".join([memory[at : at + WIDTH] for at in range(0, POSITIONS * gap, gap)])
+
+
+def is_slice(tensor: Tensor) -> bool:
+    """Returns whether a plain tensor is a part of its memory."""
+    sizes = zip(tensor.size(), tensor.stride(), strict=True)
+    numbers = math.prod(size for size, step in sizes if step)
+    return numbers * tensor.itemsize < tensor.untyped_storage().nbytes()
+
+
+def digest(tensor: Tensor) -> int | None:
+    """Returns a number for all bytes of a plain tensor; None where they cannot be read at once."""
+    if not tensor.is_cpu or type(tensor) is FakeTensor:
+        return None
+    if not tensor.is_contiguous():
+        with DisableTorchDispatch(), torch.no_grad():
+            # what is repeated is read once
+            repeated = [axis for axis, step in enumerate(tensor.stride()) if not step]
+            tensor = functools.reduce(lambda part, axis: part.narrow(axis, 0, 1), repeated, tensor)
+            tensor = tensor.contiguous()
+    return hash(_view_at(tensor.data_ptr(), tensor.nbytes, FOR_READING)) if tensor.nbytes else 0
 
 
 def _gap(size: int) -> int:
