@@ -1,6 +1,7 @@
 """Slices of memory of which other parts are written between the forward and the backward."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +72,37 @@ def test_a_slice_that_cannot_be_read_at_once_is_refused_with_the_reason(
     monkeypatch.setattr("zoo.engine.storages.digest", lambda tensor: None)
     with pytest.raises(zoo.RecomputeError, match="or other bytes of the memory that it is a slice"):
         gradient(zoo.recompute, READS["many rows"], WRITES["a view"])
+    # there is nothing that could have been written
+    gradient(zoo.recompute, READS["nothing"], WRITES["a view"])
+
+
+class WritesWhatItSaved(torch.autograd.Function):
+    """Its backward writes, unseen, what its forward saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        result = gradient * y
+        y.data.mul_(2)
+        return result
+
+
+def test_a_copy_that_is_written_by_data_is_refused() -> None:
+    def body(x: Tensor) -> Tensor:
+        (first,) = torch.autograd.grad(
+            WritesWhatItSaved.apply(x).sum() * x.sum(), x, create_graph=True
+        )
+        return first.sin()
+
+    x = torch.rand(4, requires_grad=True)
+    with pytest.raises(zoo.RecomputeError, match="changed in place after it was"):
+        zoo.recompute(body, x).sum().backward()
 
 
 @pytest.mark.parametrize("restores", ["copies back", "subtracts"])

@@ -59,8 +59,8 @@ class SavedValue(Protocol):
     def keep_if_replaced(self, tensor: Tensor) -> None:
         """Keeps the tensor if it is this one, whose memory the program has replaced."""
 
-    def before_write(self, written: "Value") -> None:
-        """Called before a recorded kernel writes the storage of a value that the tensor has."""
+    def before_write(self) -> None:
+        """Called before a recorded kernel writes the storage of the tensor."""
 
     def mark_external(self, storage: UntypedStorage) -> None:
         """Called before the storage of the tensor is written unrecorded."""

@@ -209,13 +209,13 @@ class Handle:
         external.has_history, external.is_result = self.has_history, self.was_result
         self.segment.recording.storages.hold(external)
 
-    def _keep_memory(self, written: Value) -> None:
+    def _keep_memory(self) -> None:
         """Keeps the memory that the baseline saves, of which the saved tensor was one or is a copy.
 
-        Where that is gone, or the copy is written in its place, the handle cannot be opened.
+        Where that is gone, the handle cannot be opened.
         """
         storages = self.segment.recording.storages
-        source = storages.still_there(self.value) if written is self.value else None
+        source = storages.still_there(self.value)
         self.is_written = source is None
         if source is not None:
             view = self.reference.on(source) if type(self.reference) is View else source
@@ -236,12 +236,12 @@ class Handle:
         self.segment = segment
         segment.handles.append(weakref.ref(self))
 
-    def before_write(self, written: Value) -> None:
-        """Called before a recorded kernel writes the storage of a value that the tensor has."""
+    def before_write(self) -> None:
+        """Called before a recorded kernel writes the storage of the tensor."""
         original = self.original()
         alias = self.base() if original is None else original
         if self.is_copy or (alias is None and self.version_counter is None):
-            self._keep_memory(written)
+            self._keep_memory()
         elif alias is not None and self.version_counter is None and type(alias) is not FakeTensor:
             self.version_counter = version_counter_of(alias)
             if original is not None:
@@ -269,7 +269,7 @@ class Handle:
             storages.look_for_replaced(original, storages.value_of(original))
             if self.external is not None:
                 return
-            self.before_write(self.value)
+            self.before_write()
             # a write that counts a version is refused only when a backward opens this handle
             is_there = storage_of(original) is self.value.home()
             if self.fingerprint is not None and original._version == self.version and is_there:

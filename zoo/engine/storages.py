@@ -198,7 +198,11 @@ class Storages:
         if storage is None or not isinstance(value, Value):
             return None
         for handle in value.handles():
-            handle.before_write(value)
+            handle.before_write()
+        if type(value) is ReplayedCopy:
+            # in the baseline they all have this memory
+            for handle in value.source.handles():
+                handle.mark_external(storage)
         if value.readers:
             hold_readers(value.readers, storage, tensor)
         if value.blank:
@@ -228,7 +232,7 @@ class Storages:
     def reshape(self, value: Value, tensor: Tensor) -> None:
         """Called before a tensor gets another geometry in its memory, which counts a version."""
         for handle in value.handles():
-            handle.before_write(value)
+            handle.before_write()
         if value.has_version(tensor):
             value.holder(tensor).version = None
         value.base = gone
