@@ -121,6 +121,8 @@ PROXY_MODE = _TorchDispatchModeKey.PROXY
 _MODES_OF_TRACERS = FAKE_MODE, _TorchDispatchModeKey.FUNCTIONAL, PROXY_MODE
 # the key of the vmap around a backward of several gradients at once
 VMAP_OF_GRADIENTS: DispatchKey = _private("_C._parse_dispatch_key")("VmapMode")
+# the key of `torch.jit.trace`
+JIT_TRACER: DispatchKey = _private("_C._parse_dispatch_key")("Tracer")
 # names that torch's own stubs lack
 function_state: Callable[[], object] = _private("_C._get_torch_function_state")
 set_function_state: Callable[[object], None] = _private("_C._set_torch_function_state")
@@ -278,6 +280,14 @@ def watch_hooks_of_saved_tensors(
     module._saved_tensors_hooks_disable = disabled
     module._saved_tensors_hooks_enable = enabled
     kind.register_hooks = registered
+
+
+def wrap_jit_traces(wrap: Callable[[Any], Any]) -> None:
+    """Makes `torch.jit.trace` call, in place of its own functions, what `wrap` makes of them."""
+    own: Any = torch._C
+    for owner, kind in ((own, "function"), (own.ScriptModule, "method")):
+        for name in (f"_create_{kind}_from_trace", f"_create_{kind}_from_trace_with_dict"):
+            setattr(owner, name, wrap(getattr(owner, name)))
 
 
 def compile_time() -> Any:

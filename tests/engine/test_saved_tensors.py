@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 
 import zoo
+import zoo.engine.recompute as recompute_module
 from tests.engine.kernels import Made, replayed
 from tests.training import (
     WAYS,
@@ -302,6 +303,20 @@ def test_hooks_of_the_user_see_what_they_see_without(way: Way, where: str, chang
         return x.grad, state_of(model), seen
 
     assert_exact(program)
+
+
+def test_a_segment_inside_of_hooks_says_once_that_it_does_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    recompute_module._warn_of_hooks.cache_clear()
+    zoo.recompute(torch.sin, rows()[0])
+    assert not caplog.records
+    with save_on_cpu():
+        for _ in range(2):
+            zoo.recompute(torch.sin, rows()[0])
+    assert [r.message.split(",")[0] for r in caplog.records] == [
+        "zoo.recompute recomputes nothing here"
+    ]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -49,7 +49,14 @@ from zoo._torch import (
 from zoo.engine.dispatch_keys import kernel_of
 from zoo.engine.host_memory import HostMemory, Offloading
 from zoo.engine.operands import External
-from zoo.engine.operator_effects import DETACH, EFFECTS, READ_NUMBER, bytes_returned, is_counted
+from zoo.engine.operator_effects import (
+    DETACH,
+    EFFECTS,
+    READ_NUMBER,
+    bytes_returned,
+    is_counted,
+    with_tensors,
+)
 from zoo.engine.recompute import HOOKS, is_packing, leave_hooks, records
 from zoo.engine.recorder import Recorder
 from zoo.engine.replay import without_modes
@@ -228,7 +235,7 @@ class Conductor(Recorder):
         if self.recording is None and func is DETACH and not types:
             return func._op(*args, **(kwargs or {}))
         if self.recording is None and not types and self._is_expected(func):
-            effects = EFFECTS.get(id(func))
+            effects, args = EFFECTS.get(id(func)), with_tensors(func, args)
             if effects is not None and (effects.ignored or effects.simple):
                 # between segments, where nothing but a write matters
                 self.index += 1
@@ -541,5 +548,5 @@ def reason_for_plain() -> str | None:
         return "hooks for saved tensors are disabled around it, and a plan works by them"
     return (
         "hooks for saved tensors, such as save_on_cpu, are around it and decide what is kept. Take "
-        "them off, or call zoo.recompute inside of them, which hands them each tensor"
+        "them off; offload=True has the host hold what segments start from"
     )

@@ -170,6 +170,25 @@ def effects_of(operator: Operator) -> Effects:
     return effects
 
 
+# Python's numbers
+_NUMBERS = {int, float, complex, bool}
+
+
+def with_tensors(operator: Operator, args: Args) -> Args:
+    """Returns positional arguments with tensors where an operator takes no numbers in their place.
+
+    A traced module of TorchScript calls operators with tensors that torch hands to a dispatch mode
+    as the numbers that they hold.
+    """
+    if not args or type(args[0]) not in _NUMBERS or not hasattr(operator, "_schema"):
+        return args
+    kinds = operator._schema.arguments
+    return tuple(
+        torch.tensor(value) if type(value) in _NUMBERS and str(kind.type) == "Tensor" else value
+        for value, kind in zip(args, kinds, strict=False)
+    )
+
+
 def is_view(operator: Operator) -> bool:
     """Returns whether an operator returns a view of its argument; False for higher-order ones."""
     return bool(getattr(operator, "is_view", False))

@@ -18,6 +18,7 @@ Under `torch.compile` torch's own checkpoint takes over; under `torch.func` the 
 
 import contextlib
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -34,17 +35,20 @@ from zoo._torch import (
     are_saved_tensors_hooks_enabled,
     compile_time,
     compiler_callback,
+    disable_current_modes,
     dispatch_modes,
     is_tracing,
     top_saved_tensors_hooks,
     watch_hooks_of_saved_tensors,
+    wrap_jit_traces,
 )
 from zoo.engine.compiled_segments import check_graph_of
-from zoo.engine.recorder import Recorder
+from zoo.engine.recorder import KernelMode, Recorder
 from zoo.engine.saved_tensors import pack, prune, refuse_hooks, unpack
 from zoo.engine.segments import Segment, thread
 from zoo.errors import ArgumentError, RecomputeError
 
+_log = logging.getLogger("zoo")
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., object])
 HOOKS = saved_tensors_hooks(pack, unpack)
@@ -72,7 +76,19 @@ def _is_of_zoo(function: object) -> bool:
     return function is pack or str(getattr(function, "__module__", "")).startswith("zoo.")
 
 
+@contextlib.contextmanager
+def _out_of_segments() -> Iterator[None]:
+    """Runs the block outside of all dispatch modes, if they are all zoo's.
+
+    `torch.jit.trace` loses track of some kernels below any mode, and drops what it computes.
+    """
+    is_own = all(isinstance(mode, KernelMode) for mode in dispatch_modes())
+    with disable_current_modes() if is_own else contextlib.nullcontext():
+        yield
+
+
 watch_hooks_of_saved_tensors(_pause_hooks, _resume_hooks, refuse_hooks)
+wrap_jit_traces(_out_of_segments())
 
 
 def recompute(
@@ -155,8 +171,8 @@ recorders = _Recorders()
 class segment:
     """A block whose saved tensors are not kept but replayed in the backward.
 
-    Inside of a user's own saved-tensor hooks there is no segment: they get each tensor as in the
-    baseline, and decide what is kept.
+    Inside of a user's own saved-tensor hooks there is no segment, which is said once: they get each
+    tensor as in the baseline, and decide what is kept.
     """
 
     __slots__ = ("part",)
@@ -178,6 +194,7 @@ class segment:
             return
         hooks = top_saved_tensors_hooks(False)
         if hooks is not None and not _is_of_zoo(hooks[0]):
+            _warn_of_hooks()
             return
         self.part = part = Segment(thread.segment)
         if part.parent is None:
@@ -203,6 +220,17 @@ class segment:
         self.part = None
         if part.parent is None:
             prune(part)
+
+
+@functools.cache
+def _warn_of_hooks() -> None:
+    """Warns once that the program's own hooks decide what is kept."""
+    _log.warning(
+        "zoo.recompute recomputes nothing here, so that nothing is saved: hooks for saved tensors, "
+        "such as those of save_on_cpu, a library's offloading or torch's checkpoint, are around it "
+        "and get each tensor as without it. Take them off, or have the host hold what segments "
+        "start from by zoo.checkpoint(model, offload=True)"
+    )
 
 
 def is_packing() -> bool:

@@ -20,6 +20,7 @@ from zoo.engine.operator_effects import (
     notice_python_kernels,
     statistics_of,
     tensor_leaves,
+    with_tensors,
     written_by,
 )
 from zoo.engine.recording import RecordedKernel, Recording
@@ -74,6 +75,7 @@ class Recorder(KernelMode):
             self._note_wrappers(args, kwargs)
             return NotImplemented
         effects = EFFECTS.get(id(func)) or effects_of(func)
+        args = with_tensors(func, args)
         if kwargs is None:
             kwargs = {}
         recording = self.recording

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from zoo._torch import HAS_MKLDNN
+from zoo._torch import HAS_MKLDNN, JIT_TRACER, DispatchKeySet, ExcludeKeys
 from zoo.errors import ArgumentError, InputError
 from zoo.layers.apply import Apply
 from zoo.layers.checks import IGNORED, check_arguments, check_choice, check_tokens
@@ -33,8 +33,10 @@ from zoo.models.model import Model
 
 State = Tensor | tuple[Tensor, ...]
 
-# under autocast oneDNN's LSTM takes no float16, and bfloat16 on processors with AVX-512 alone
-_HAS_BFLOAT16 = HAS_MKLDNN and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+# the import may be one inside of `torch.jit.trace`, which takes no operator that returns a bool
+with ExcludeKeys(DispatchKeySet(JIT_TRACER)):
+    # under autocast oneDNN's LSTM takes no float16, and bfloat16 on processors with AVX-512 alone
+    _HAS_BFLOAT16 = HAS_MKLDNN and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class WordLanguageModel(Model):
