@@ -21,6 +21,7 @@ block is recomputed.
 import contextlib
 import functools
 import logging
+import os
 import sys
 import threading
 import weakref
@@ -80,6 +81,9 @@ from zoo.units import format_bytes
 LEAST_HELD = 1 << 20
 # serializes planning ahead, which copies of a model in several threads may ask for at once
 _PLANNING = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    # another thread of the process that was forked may have held it
+    os.register_at_fork(after_in_child=_PLANNING._at_fork_reinit)  # type: ignore[attr-defined]
 _log = logging.getLogger("zoo")
 
 
@@ -331,12 +335,15 @@ class PatchedForward(Patch):
                 "the arguments shows are known only then. The next of this kind is planned for",
             )
         if self.host is not None and self.host.is_full:
+            refused = f" ({self.host.error_text})" if self.host.error_text else ""
             self.notices.warn(
                 "host",
                 "the host has no room for all that a plan of %s offloads: what goes beyond %s "
-                "stays on its device, so that a step may take more than was planned. Raise "
-                "host_budget=, or lower the batch size",
+                "stays on its device, so that a step may take more than was planned%s. %s, or "
+                "lower the batch size",
                 format_bytes(self.host.allocated),
+                refused,
+                "Free host memory" if refused else "Raise host_budget=",
             )
         if conductor.kept_draws:
             self.notices.warn(
