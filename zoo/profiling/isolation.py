@@ -51,6 +51,32 @@ FOR_FAKES = (
 )
 
 
+class _Planning(contextlib.ContextDecorator):
+    """Serializes planning, which threads may ask for at once.
+
+    Otherwise a process would be forked while another thread is at it, whose locks the fork waits
+    for; and the profiler of a thread that measures kernels would end that of another.
+    """
+
+    def __init__(self) -> None:
+        self.renew()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.renew)
+
+    def renew(self) -> None:
+        """Makes a lock that no thread holds, as in a process that was just forked."""
+        self.lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+PLANNING = _Planning()
+
+
 class FailedCall(NamedTuple):
     """The text of a function's error; for one of zoo's own also the error."""
 

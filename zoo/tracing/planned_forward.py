@@ -21,9 +21,7 @@ block is recomputed.
 import contextlib
 import functools
 import logging
-import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -66,6 +64,7 @@ from zoo.planner.plan import RoomyPlan
 from zoo.planner.schemes import SegmentsError
 from zoo.policy.budget import StepPlanner
 from zoo.policy.options import Option
+from zoo.profiling.isolation import PLANNING
 from zoo.profiling.progress import shown
 from zoo.profiling.step_profile import Outline
 from zoo.profiling.tensor_spec import tensors_held_by
@@ -79,11 +78,6 @@ from zoo.units import format_bytes
 
 # the fewest bytes of an output of which a warning says that a variable holds it
 LEAST_HELD = 1 << 20
-# serializes planning ahead, which copies of a model in several threads may ask for at once
-_PLANNING = threading.RLock()
-if hasattr(os, "register_at_fork"):
-    # another thread of the process that was forked may have held it
-    os.register_at_fork(after_in_child=_PLANNING._at_fork_reinit)  # type: ignore[attr-defined]
 _log = logging.getLogger("zoo")
 
 
@@ -399,6 +393,7 @@ class PatchedForward(Patch):
         check_switches(self.module())
         self._plan_traced(invocation, self._spec(invocation), self._trace_ahead(invocation))
 
+    @PLANNING
     def _trace_ahead(self, invocation: Invocation) -> StepTrace:
         return without_modes(step_trace_of, self.module(), invocation, self.option.step.loss)
 
@@ -414,7 +409,7 @@ class PatchedForward(Patch):
         For a kind of inputs that comes later, a plan that is not found is a warning.
         """
         try:
-            with _PLANNING:
+            with PLANNING:
                 # another thread may have made it meanwhile
                 return None if kind.branches else self.plan_ahead(invocation)
         except (ArgumentError, BudgetError, PlanError) as error:
@@ -490,6 +485,7 @@ class PatchedForward(Patch):
             self._go_by_blocks(kind, error)
         return outputs
 
+    @PLANNING
     def plan_for(self, traced: TracedForward) -> None:
         """Plans for a traced forward, unless there is a plan that serves it."""
         invocation, spec, trace, operators = traced
