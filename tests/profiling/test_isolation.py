@@ -188,7 +188,7 @@ def test_a_child_holds_no_lock_of_another_thread_that_plans() -> None:
             done.wait()
 
     def is_free() -> bool:
-        return PLANNING.lock.acquire(blocking=False)
+        return PLANNING.acquire(blocking=False)
 
     thread = threading.Thread(target=hold)
     thread.start()

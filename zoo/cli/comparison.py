@@ -21,6 +21,7 @@ from torch import distributed
 from zoo.cli.output import plain_signs
 from zoo.cli.parser import Answer, command
 from zoo.errors import ArgumentError, ConfigError, file_errors_as, shortened, shortened_text
+from zoo.files import write_file
 from zoo.harness.comparison_cells import expand
 from zoo.harness.config import KEYS, Config, config_folder, find_config, option, read
 from zoo.harness.results import Comparison, Record, Results, comparisons
@@ -225,7 +226,7 @@ def _report(
     with file_errors_as(ArgumentError, folder, way_out=way_out):
         write_report(table, title, folder, runs)
         path = folder / "report.html"
-        path.write_text(page(comparisons, title, runs), encoding="utf-8")
+        write_file(path, page(comparisons, title, runs))
     data = {"name": folder.name, "report": str(path), **tables(table, runs)}
     return Answer(f"report:  {path}", data, int(any(row.faults for row in table)))
 

@@ -126,6 +126,7 @@ class HostMemory:
         self.lock = threading.RLock()
         self._of_devices: dict[torch.device, DeviceTransfers] = {}
         _HOSTS.add(weakref.ref(self, _HOSTS.discard))
+        _watch_forks()
 
     @property
     def slabs(self) -> list[Slab]:
@@ -446,11 +447,14 @@ def _on_hosts(act: Callable[[HostMemory], None]) -> None:
         act(host)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=lambda: _on_hosts(HostMemory.before_fork),
-        after_in_child=lambda: _on_hosts(HostMemory.after_fork),
-    )
+@functools.cache
+def _watch_forks() -> None:
+    """Registers what happens at a fork, once in a process that offloads."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(
+            before=lambda: _on_hosts(HostMemory.before_fork),
+            after_in_child=lambda: _on_hosts(HostMemory.after_fork),
+        )
 
 
 @contextlib.contextmanager

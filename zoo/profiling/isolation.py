@@ -36,6 +36,11 @@ from zoo.errors import ZooError
 from zoo.profiling.source_location import line_of_frame
 
 T = TypeVar("T")
+# held while a plan is made: else a process would be forked while another thread is at it, whose
+# locks the fork waits for, and the profiler of a thread that measures kernels would end another's
+PLANNING = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=PLANNING._at_fork_reinit)  # type: ignore[attr-defined]
 # part of the error of autograd's engine in a forked process where it has threads for a device
 NO_FORK = "fork-based multiprocessing"
 # seconds without CPU time after which a child is taken to be blocked forever
@@ -49,32 +54,6 @@ FOR_FAKES = (
     *(("torch.distributed.tensor",) if torch.distributed.is_available() else ()),
     "torch.utils.flop_counter",
 )
-
-
-class _Planning(contextlib.ContextDecorator):
-    """Serializes planning, which threads may ask for at once.
-
-    Otherwise a process would be forked while another thread is at it, whose locks the fork waits
-    for; and the profiler of a thread that measures kernels would end that of another.
-    """
-
-    def __init__(self) -> None:
-        self.renew()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self.renew)
-
-    def renew(self) -> None:
-        """Makes a lock that no thread holds, as in a process that was just forked."""
-        self.lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self.lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
-
-
-PLANNING = _Planning()
 
 
 class FailedCall(NamedTuple):

@@ -393,9 +393,9 @@ class PatchedForward(Patch):
         check_switches(self.module())
         self._plan_traced(invocation, self._spec(invocation), self._trace_ahead(invocation))
 
-    @PLANNING
     def _trace_ahead(self, invocation: Invocation) -> StepTrace:
-        return without_modes(step_trace_of, self.module(), invocation, self.option.step.loss)
+        with PLANNING:
+            return without_modes(step_trace_of, self.module(), invocation, self.option.step.loss)
 
     def _plan_traced(self, invocation: Invocation, spec: InputSpec, trace: StepTrace) -> None:
         operators = [*map(resolved, trace.graph.operators[: trace.graph.model_operators])]
@@ -485,9 +485,12 @@ class PatchedForward(Patch):
             self._go_by_blocks(kind, error)
         return outputs
 
-    @PLANNING
     def plan_for(self, traced: TracedForward) -> None:
         """Plans for a traced forward, unless there is a plan that serves it."""
+        with PLANNING:
+            self._plan_for(traced)
+
+    def _plan_for(self, traced: TracedForward) -> None:
         invocation, spec, trace, operators = traced
         self.traced = traced if self.keeps_trace else None
         kind, count = self.cache.kind_of(spec), self.cache.plannings(spec)
