@@ -4,6 +4,7 @@ Which mode the modules are in does not matter: gradients flow through frozen net
 as in textual inversion or perceptual losses.
 """
 
+import asyncio
 import copy
 import logging
 import pickle
@@ -399,6 +400,71 @@ def test_threads_plan_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> No
         list(threads.map(step, range(6)))
     assert len(most) > 6
     assert set(most) == {1}
+
+
+class Yields(Layers):
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = x + layer(x)
+            yield x
+
+
+class Awaits(Layers):
+    async def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = x + layer(x)
+            await asyncio.sleep(0)
+        return x
+
+
+class YieldsAndAwaits(Layers):
+    async def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            yield layer(x)
+            await asyncio.sleep(0)
+
+
+class ReturnsAFunction(Layers):
+    def forward(self, x: Tensor) -> Any:
+        return lambda: Layers.forward(self, x)
+
+
+async def last_of(values: Any) -> Tensor:
+    return [value async for value in values][-1]
+
+
+LATER: dict[type[Layers], Callable[[Any], Tensor]] = {
+    Yields: lambda values: [*values][-1],
+    Awaits: asyncio.run,
+    YieldsAndAwaits: lambda values: asyncio.run(last_of(values)),
+    ReturnsAFunction: lambda function: function(),
+}
+
+
+@pytest.mark.parametrize("kind", LATER)
+@pytest.mark.parametrize("option", [*OPTIONS, "a plan"])
+def test_a_forward_that_yields_or_awaits_trains_by_blocks_and_says_so_once(
+    option: str, kind: type[Layers], caplog: Any
+) -> None:
+    plain = kind()
+    options = OPTIONS.get(option, {"checkpoint": "(0-1) 2"})
+    model = zoo.checkpoint(copy.deepcopy(plain), **options)
+    for rows in (64, 64, 32):
+        for one in (model, plain):
+            torch.manual_seed(rows)
+            LATER[kind](one(torch.rand(rows, 64))).square().mean().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
+    (said,) = [text for text in caplog.messages if "calls no operator before" in text]
+    assert "each of its blocks is recomputed as it runs" in said
+    x = torch.rand(512, 64)
+    peaks = [
+        trace(lambda one=one: LATER[kind](one(x)).square().mean().backward()).peak
+        for one in (model, plain)
+    ]
+    assert peaks[0] < 0.7 * peaks[1]
+    with pytest.raises(ArgumentError, match="calls no operator before it returns"):
+        zoo.plan(plain, x, memory_budget=0.9)
 
 
 class Copied(nn.Module):

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -71,6 +72,10 @@ class TraceError(ArgumentError):
     """
 
     raised = False
+
+
+class RunsLaterError(TraceError):
+    """A forward calls no operator before it returns, as one that yields or awaits."""
 
 
 class StepTrace(NamedTuple):
@@ -294,6 +299,9 @@ class _Forward:
                 loss = self.loss(outputs)
             roots = event_recorder.note_ends(tensors_held_by(outputs), loss)
             has_loss = loss is not None
+            if inspect.iscoroutine(outputs):
+                # Python warns of one that nothing awaits
+                outputs.close()
             # from here on only the graph holds them
             del outputs, loss
             with on_fakes() if fixes is None else fixes.questions_allowed():

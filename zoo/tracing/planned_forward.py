@@ -69,7 +69,13 @@ from zoo.profiling.progress import shown
 from zoo.profiling.step_profile import Outline
 from zoo.profiling.tensor_spec import tensors_held_by
 from zoo.tracing.forward_patch import Patch
-from zoo.tracing.isolated_trace import RealStep, StepTrace, TraceError, step_trace_of
+from zoo.tracing.isolated_trace import (
+    RealStep,
+    RunsLaterError,
+    StepTrace,
+    TraceError,
+    step_trace_of,
+)
 from zoo.tracing.partition import partition, paths_of
 from zoo.tracing.plan_cache import InputKind, PlanCache
 from zoo.tracing.switches import check_switches
@@ -113,7 +119,12 @@ class BlockMark(Patch):
             conductor.leave()
 
     def _run_alone(self, args: Args, kwargs: Kwargs) -> PyTree:
-        """Runs the block where no plan is in force; warns if another method trains it."""
+        """Runs the block where no plan is in force; warns if another method trains it.
+
+        It is recomputed if the model's forward has returned already, as one that yields does.
+        """
+        if self.notices.runs_later and conducts():
+            return recompute(self.__wrapped__, *args, **kwargs)
         before = sequence_number()
         outputs = self.__wrapped__(*args, **kwargs)
         is_trained = sequence_number() != before and conducts()
@@ -146,6 +157,8 @@ class Notices:
     logged: set[str] = field(default_factory=set)
     # whether the forward of the model is being compiled
     is_compiled: bool = False
+    # whether the blocks run when the forward has returned
+    runs_later: bool = False
 
     def warn(self, what: str, text: str, *values: object) -> None:
         """Logs a warning, whose first value is the model's name."""
@@ -414,10 +427,12 @@ class PatchedForward(Patch):
                 return None if kind.branches else self.plan_ahead(invocation)
         except (ArgumentError, BudgetError, PlanError) as error:
             refused = error
-        if isinstance(refused, TraceError) and not self.option.binds_first_step:
+        binds = self.option.binds_first_step or isinstance(refused, RunsLaterError)
+        if isinstance(refused, TraceError) and not binds:
             # a real step may be traced
             return
-        if self.has_run or self._is_of_another_path(refused):
+        runs_later = isinstance(refused, RunsLaterError)
+        if self.has_run or runs_later or self._is_of_another_path(refused):
             self._go_by_blocks(kind, refused)
             return
         if isinstance(refused, TraceError) and refused.raised:
@@ -437,6 +452,13 @@ class PatchedForward(Patch):
     def _go_by_blocks(self, kind: InputKind, error: Exception) -> None:
         """Warns that inputs of this kind run block by block from now on."""
         self.latest, kind.can_be_planned = None, False
+        if isinstance(error, RunsLaterError):
+            self.notices.runs_later = True
+            what = (
+                "each of its blocks is recomputed as it runs" if self.marks else "it saves nothing"
+            )
+            self.notices.warn("later", "no plan is in force on %s, and %s: %s", what, error)
+            return
         text = "%s runs block by block: its forward cannot be planned for (%s)"
         _log.warning(text, self.notices.name, error)
 
@@ -480,7 +502,8 @@ class PatchedForward(Patch):
         except (ArgumentError, BudgetError, PlanError) as error:
             refusals = SegmentsError, BudgetError
             is_refused = self.option.binds_first_step or isinstance(error, refusals)
-            if not self.has_run and is_refused and not self._is_of_another_path(error):
+            runs_on = self.has_run or isinstance(error, RunsLaterError)
+            if not runs_on and is_refused and not self._is_of_another_path(error):
                 raise
             self._go_by_blocks(kind, error)
         return outputs
