@@ -218,6 +218,10 @@ def tracer_modes() -> tuple[object, ...]:
     return tuple(map(get_dispatch_mode, _MODES_OF_TRACERS))
 
 
+# the module that asks a forward for what TorchScript compiles
+SCRIPT_COMPILER = "torch._jit_internal"
+
+
 def is_profiling() -> bool:
     """Returns whether torch's profiler is at work, in this thread or in another."""
     return _is_profiling_here() or torch.autograd.profiler._is_profiler_enabled

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from zoo.errors import ArgumentError, shortened
@@ -88,6 +89,11 @@ def checkpoint(
     step = settings.for_model(model) if has_settings else None
     to_host = Offload.of(offload, host_budget)
     option = option_for(checkpoint, memory_budget, max_overhead, step, to_host)
+    if isinstance(model, torch.jit.ScriptModule) and option is not None:
+        raise ArgumentError(
+            f"this {type(model).__name__} is a module of TorchScript, whose forward is compiled; call "
+            "zoo.checkpoint on the module that it was made of, or on a model that it is a part of"
+        )
     if hasattr(model, "_orig_mod"):
         raise ArgumentError(
             "this model is compiled; call zoo.checkpoint before torch.compile, or zoo.recompute in "
