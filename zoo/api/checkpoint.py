@@ -91,8 +91,8 @@ def checkpoint(
     option = option_for(checkpoint, memory_budget, max_overhead, step, to_host)
     if isinstance(model, torch.jit.ScriptModule) and option is not None:
         raise ArgumentError(
-            f"this {type(model).__name__} is a module of TorchScript, whose forward is compiled; call "
-            "zoo.checkpoint on the module that it was made of, or on a model that it is a part of"
+            f"this {type(model).__name__} is a module of TorchScript, whose forward is compiled; "
+            "call zoo.checkpoint on the module that it was made of, or on a model around it"
         )
     if hasattr(model, "_orig_mod"):
         raise ArgumentError(
