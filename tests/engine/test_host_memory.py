@@ -519,6 +519,21 @@ def test_what_cannot_be_is_refused_with_the_number(name: str) -> None:
         zoo.checkpoint(Net(), **options)
 
 
+def test_a_report_that_offloads_is_refused_without() -> None:
+    options: Any = {"optimizer": None, "offload": True, "device": "a100"}
+    report = zoo.plan(Net(), torch.rand(4096, 128), memory_budget=0.6, **options)
+    assert report.offloads
+    model = Net()
+    with pytest.raises(ArgumentError, match="offload=False beside a report whose plan offloads"):
+        zoo.checkpoint(model, report, offload=False)
+    assert patched_forward(model) is None
+    zoo.checkpoint(model, report)
+    assert host_of(model).peak == 0
+    # a plan alone has no budget to break
+    zoo.checkpoint(model, report.plan, offload=False)
+    assert getattr(patched_forward(model), "host", 0) is None
+
+
 def test_a_plan_without_anything_to_offload_says_so(caplog: pytest.LogCaptureFixture) -> None:
     model = zoo.checkpoint(Net(), 2, offload=True, inputs=batch())
     assert "offload= copies nothing of Net to the host" in caplog.text

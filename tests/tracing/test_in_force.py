@@ -467,6 +467,25 @@ def test_a_forward_that_yields_or_awaits_trains_by_blocks_and_says_so_once(
         zoo.plan(plain, x, memory_budget=0.9)
 
 
+def jagged(rows: int) -> Tensor:
+    parts = torch.rand(rows, 64), torch.rand(2 * rows, 64)
+    return torch.nested.nested_tensor([*parts], layout=torch.jagged)
+
+
+def test_jagged_tensors_train_by_blocks_and_say_so(caplog: Any) -> None:
+    plain = Layers(layers=3)
+    model = zoo.checkpoint(copy.deepcopy(plain))
+    for rows in (8, 8, 5):
+        for one in (model, plain):
+            torch.manual_seed(rows)
+            one(jagged(rows)).values().square().mean().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
+    assert "jagged layout are no numbers" in caplog.messages[0]
+    with pytest.raises(ArgumentError, match="jagged layout are no numbers"):
+        zoo.checkpoint(plain, memory_budget=0.9)(jagged(8))
+
+
 class Copied(nn.Module):
     """Writes rows by an operator without a derivative, which no gradient reaches."""
 
