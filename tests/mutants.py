@@ -165,6 +165,9 @@ GUARDS = {
         Offloading._leave: drop append moving
         Offloading.copy_out: drop settle, always _are_alone
         Offloading._come_back: drop come_back_here
+        DeviceTransfers.take: without MemoryError
+        HostMemory.after_fork: drop give_up
+        HostMemory.before_fork: drop give_up
         HostMemory.room: without allocated
         host_memory._are_alone: always first, always all
         host_memory._holders: without storage getrefcount""",

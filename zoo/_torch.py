@@ -206,7 +206,9 @@ if hasattr(torch._C, "_cuda_tunableop_enable"):
 precision_of: Any = _private("_C._get_fp32_precision_getter")
 set_precision: Any = _private("_C._set_fp32_precision_setter")
 queue_callback: Any = _private("autograd.Variable._execution_engine.queue_callback")
-is_profiling: Any = _private("autograd._profiler_enabled")
+_is_profiling_here: Any = _private("autograd._profiler_enabled")
+_private("autograd.profiler._is_profiler_enabled")
+note_profiling: Any = _private("autograd.profiler._set_is_profiler_enabled")
 _private("compiler._is_exporting_flag")
 # whether `torch.export` runs: the compiler of torch 2.11 takes torch's own question for True
 # wherever it is asked
@@ -216,6 +218,15 @@ is_exporting = functools.partial(getattr, torch.compiler, "_is_exporting_flag")
 def tracer_modes() -> tuple[object, ...]:
     """Returns the modes of this thread that make tensors without numbers, None for each missing."""
     return tuple(map(get_dispatch_mode, _MODES_OF_TRACERS))
+
+
+# the module that asks a forward for what TorchScript compiles
+SCRIPT_COMPILER = "torch._jit_internal"
+
+
+def is_profiling() -> bool:
+    """Returns whether torch's profiler is at work, in this thread or in another."""
+    return _is_profiling_here() or torch.autograd.profiler._is_profiler_enabled
 
 
 def is_graph_kept() -> bool:

@@ -69,7 +69,7 @@ class ArgumentError(ZooError, ValueError):
 
 
 class FileError(ArgumentError, OSError):
-    """A file cannot be read."""
+    """A file cannot be read or written."""
 
 
 class WeightsError(ZooError, RuntimeError):
@@ -148,9 +148,12 @@ def file_errors_as(
     """Turns an OSError inside the block into an error of this kind that names the file."""
     try:
         yield
+    except FileError:
+        # names its file already
+        raise
     except OSError as error:
         name = shortened(str(path))
-        raise kind(f"{name} cannot be {what}: {error.strerror}{way_out}") from error
+        raise kind(f"{name} cannot be {what}: {error.strerror or error}{way_out}") from error
 
 
 class _Brief(reprlib.Repr):

@@ -8,6 +8,7 @@ import copy
 import functools
 import gc
 import linecache
+import multiprocessing
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,8 +19,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing import start_processes
 
 import zoo
+from tests import processes
 from tests.accelerator import software
 from tests.engine.test_interrupts import Interrupt, state_of_thread
 from tests.traces import Traces, tracing_once
@@ -516,6 +519,21 @@ def test_what_cannot_be_is_refused_with_the_number(name: str) -> None:
         zoo.checkpoint(Net(), **options)
 
 
+def test_a_report_that_offloads_is_refused_without() -> None:
+    options: Any = {"optimizer": None, "offload": True, "device": "a100"}
+    report = zoo.plan(Net(), torch.rand(4096, 128), memory_budget=0.6, **options)
+    assert report.offloads
+    model = Net()
+    with pytest.raises(ArgumentError, match="offload=False beside a report whose plan offloads"):
+        zoo.checkpoint(model, report, offload=False)
+    assert patched_forward(model) is None
+    zoo.checkpoint(model, report)
+    assert host_of(model).peak == 0
+    # a plan alone has no budget to break
+    zoo.checkpoint(model, report.plan, offload=False)
+    assert getattr(patched_forward(model), "host", 0) is None
+
+
 def test_a_plan_without_anything_to_offload_says_so(caplog: pytest.LogCaptureFixture) -> None:
     model = zoo.checkpoint(Net(), 2, offload=True, inputs=batch())
     assert "offload= copies nothing of Net to the host" in caplog.text
@@ -536,6 +554,116 @@ def test_what_is_read_without_a_replay_comes_back() -> None:
         return gradients(model)
 
     assert_same(gradients_of(True), gradients_of(False))
+
+
+def squares(model: Net, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def gradients_by(model: Net, loss: Tensor) -> Any:
+    model.zero_grad()
+    loss.backward()
+    return frozen(gradients(model))
+
+
+def forks_and_trains(_: int, forks: str) -> None:
+    """Asserts that a process and its fork write no memory of each other."""
+    torch.set_num_threads(1)
+    batches = [batch() for _ in range(3)]
+    right = net(False).eval()
+    expected = [gradients_by(right, squares(right, x)) for x in batches]
+    model = net().eval()
+    gradients_by(model, squares(model, batches[0]))
+    loss = squares(model, batches[0]) if forks == "before the backward" else None
+    here, there = multiprocessing.Pipe()
+
+    def child() -> None:
+        mine = squares(model, batches[0]) if loss is None else loss
+        there.send("forward")
+        there.recv()
+        results = [gradients_by(model, mine), gradients_by(model, squares(model, batches[1]))]
+        there.send(pickle.dumps(results))
+
+    multiprocessing.get_context("fork").Process(target=child, daemon=True).start()
+    there.close()
+    here.recv()
+    if loss is not None:
+        assert_same(gradients_by(model, loss), expected[0])
+    assert_same(gradients_by(model, squares(model, batches[1])), expected[1])
+    last = squares(model, batches[2])
+    here.send("now")
+    assert_same(pickle.loads(here.recv()), expected[:2])
+    assert_same(gradients_by(model, last), expected[2])
+    host_of(model).settle()
+    # what both read is gone
+    usual(model)
+    assert (held(model), host_of(model).allocated) == (0, host_memory.SLAB)
+
+
+class Gradients(torch.utils.data.Dataset[Any]):
+    """Inputs, and the gradients of a model there."""
+
+    def __init__(self, model: Net) -> None:
+        self.model = model
+        self.inputs = [batch() for _ in range(8)]
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Any:
+        x = self.inputs[index]
+        return x, gradients_by(self.model, squares(self.model, x))
+
+
+def loads_and_trains(_: int) -> None:
+    """Asserts that workers of a loader compute with the model what it computes here."""
+    torch.set_num_threads(1)
+
+    def trained(model: Net) -> Any:
+        gradients_by(model.eval(), squares(model, batch()))
+        torch.manual_seed(2)
+        loader = torch.utils.data.DataLoader(
+            Gradients(model), batch_size=None, num_workers=2, multiprocessing_context="fork"
+        )
+        return [(there, gradients_by(model, squares(model, x))) for x, there in loader]
+
+    assert_same(trained(net()), trained(net(False)))
+
+
+@pytest.mark.skipif(HAS_STREAMS, reason="a process that uses a device cannot be forked")
+@pytest.mark.parametrize(
+    "check",
+    [
+        (forks_and_trains, "before the forward"),
+        (forks_and_trains, "before the backward"),
+        (loads_and_trains,),
+    ],
+    ids=lambda check: f"{check[0].__name__} {check[1:]}",
+)
+def test_host_memory_is_that_of_its_process(check: tuple[Any, ...]) -> None:
+    """In a process in which autograd has no threads for a device, with which none is forked."""
+    multiprocessing.set_forkserver_preload(processes.IMPORTED)
+    start_processes(check[0], check[1:], start_method="forkserver")
+
+
+def no_mapping(*_: Any) -> None:
+    raise MemoryError("no room for a mapping")
+
+
+@pytest.mark.skipif(HAS_STREAMS, reason="its memory is pinned")
+@pytest.mark.parametrize("where", ["mmap.mmap", "os.posix_fallocate", "tempfile.TemporaryFile"])
+@pytest.mark.parametrize("option", ["blocks", "auto"])
+def test_a_system_without_host_memory_ends_no_training(
+    option: str, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    host_memory.copy_rate.cache_clear()
+    monkeypatch.setattr(where, no_mapping)
+    model = net(option, **{"memory_budget": 0.9} if option == "auto" else {})
+    assert_same(trained(model, usual), trained(net(False), usual))
+    assert host_of(model).peak == 0
+    said = [text for text in caplog.messages if "MemoryError: no room for a mapping" in text]
+    assert len(said) == host_of(model).is_full == 1
+    host_memory.copy_rate.cache_clear()
 
 
 class InCopies(Interrupt):

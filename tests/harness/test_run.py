@@ -10,11 +10,12 @@ import pytest
 from rich.console import Console
 
 from tests.harness.test_results import records as recorded
+from zoo.cli.main import run as command
 from zoo.errors import ConfigError
 from zoo.harness import run as module
 from zoo.harness.comparison_cells import GRAPHS, KINDS
 from zoo.harness.config import Config, ModelConfig
-from zoo.harness.results import Results, comparisons
+from zoo.harness.results import Results, cells_of_run, comparisons
 from zoo.harness.run import names_left, results_of, run
 from zoo.report.rows import rows
 
@@ -238,9 +239,46 @@ def test_an_interruption_keeps_what_is_there_and_the_next_run_goes_on(config, re
     results(interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(config, quiet())
-    assert len(results_of(config).read()) == 2
+    records = results_of(config).read().values()
+    assert (len(records), cells_of_run(records)) == (2, (2, 8))
     run(config, quiet())
     assert len(calls) == 3 + 6
+    assert cells_of_run(results_of(config).read().values()) == (8, 8)
+
+
+def test_a_cell_that_is_measured_again_takes_none_from_its_run(config, results):
+    results(lambda cell: (broken if cell.kind == "baseline" else measured)(cell))
+    run(config, quiet())
+    results(measured)
+    run(config, quiet())
+    last = json.loads(results_of(config).path.read_text().splitlines()[-1])
+    assert (last["kind"], last["run"]) == ("baseline", {"cells": 8, "measured": 8})
+
+
+def test_each_report_of_a_run_that_was_interrupted_says_so_first(config, results, tmp_path, capsys):
+    calls = []
+
+    def interrupted(cell):
+        calls.append(cell)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return measured(cell)
+
+    results(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, quiet())
+    command(["report", str(results_of(config).path)])
+    first = "4 of 8 cells: Training resnet18"
+    assert first in capsys.readouterr().out.strip().splitlines()[0]
+    folder = tmp_path / "mine"
+    assert (folder / "report.md").read_text().startswith(f"# {first}")
+    page = (folder / "report.html").read_text()
+    assert f"<h1>{first}" in page
+    assert f"<title>{first}" in page
+    results(measured)
+    run(config, quiet())
+    command(["report", str(results_of(config).path)])
+    assert "of 8 cells" not in (folder / "report.md").read_text()
 
 
 def test_a_line_that_broke_off_costs_only_itself(tmp_path):

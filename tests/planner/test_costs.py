@@ -1,5 +1,7 @@
 """What a plan costs, told apart: the bytes of its peak, and what no plan can go below."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from hypothesis import given, settings, strategies as st
@@ -13,10 +15,32 @@ from zoo.planner.costs import (
     RECOMPUTE,
     CopyRate,
     StepCosts,
+    computed_once,
     least_possible,
     simulate,
 )
 from zoo.planner.plan import Plan
+
+
+class Waiting:
+    """Computes a property once the other object of the class has begun to."""
+
+    def __init__(self, barrier: threading.Barrier) -> None:
+        self.barrier = barrier
+
+    @computed_once
+    def value(self) -> object:
+        self.barrier.wait(5)
+        return object()
+
+
+def test_objects_of_a_class_compute_at_once_and_each_once() -> None:
+    """A lock of the class would be another thread's where a process is forked meanwhile."""
+    barrier = threading.Barrier(2)
+    objects = Waiting(barrier), Waiting(barrier)
+    with ThreadPoolExecutor(2) as threads:
+        values = [*threads.map(lambda one: one.value, objects)]
+    assert values == [one.value for one in objects]
 
 
 def returning(costs: StepCosts) -> StepCosts:

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook
 import zoo
 from tests.training import assert_same, everything, frozen
 from zoo.errors import ArgumentError
-from zoo.profiling.isolation import in_fork
+from zoo.profiling.isolation import PLANNING, in_fork
 from zoo.tracing.isolated_trace import TraceError
 
 # its stream is one of those that planning moves
@@ -177,6 +177,25 @@ def test_a_child_that_waits_for_a_lock_of_another_thread_ends(
     with Locked.lock, pytest.raises(TraceError, match=why):
         model(x)
     assert torch.equal(model(x), zoo.uncheckpoint(model)(x))
+
+
+def test_a_child_holds_no_lock_of_another_thread_that_plans() -> None:
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with PLANNING:
+            held.set()
+            done.wait()
+
+    def is_free() -> bool:
+        return PLANNING.acquire(blocking=False)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    assert (is_free(), in_fork(is_free)) == (False, True)
+    done.set()
+    thread.join()
 
 
 def test_a_child_may_wait_for_a_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,16 +4,23 @@ Which mode the modules are in does not matter: gradients flow through frozen net
 as in textual inversion or perceptual losses.
 """
 
+import asyncio
 import copy
 import logging
 import pickle
-from collections.abc import Callable
+import pkgutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.profiler import ProfilerActivity
 
 import zoo
 from tests.tracing.models import Net
@@ -21,6 +28,7 @@ from tests.training import images
 from zoo.engine import saved_tensors
 from zoo.engine.kernel_segments import Conductor
 from zoo.errors import ArgumentError, BudgetError
+from zoo.policy.options import _warn_of_profiler
 from zoo.profiling.peak_memory import trace
 from zoo.tracing import planned_forward
 from zoo.tracing.planned_forward import patched_forward
@@ -307,6 +315,175 @@ def test_a_training_that_has_begun_is_not_ended_by_a_budget(caplog: Any) -> None
     (said,) = [text for text in caplog.messages if "breaks its budget" in text]
     assert "goes by the plan of the least peak" in said
     assert "needs at least" in said
+
+
+def in_another_thread(profiler: Any) -> Iterator[None]:
+    """Lets a profiler run in another thread."""
+    started, ended = threading.Event(), threading.Event()
+
+    def profile() -> None:
+        with profiler:
+            started.set()
+            ended.wait()
+
+    thread = threading.Thread(target=profile)
+    thread.start()
+    started.wait()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+PROFILERS: dict[str, Callable[[], Any]] = {
+    "torch.profiler": lambda: torch.profiler.profile(activities=[ProfilerActivity.CPU]),
+    "autograd": torch.autograd.profiler.profile,
+    "of another thread": lambda: contextmanager(in_another_thread)(
+        torch.autograd.profiler.profile()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROFILERS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_profiler_at_the_first_step_ends_no_training(
+    option: str, name: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr("zoo.profiling.kernel_costs._measured", {})
+    _warn_of_profiler.cache_clear()
+    plain = Layers()
+    model = zoo.checkpoint(copy.deepcopy(plain), **OPTIONS[option])
+    with PROFILERS[name]() as profiler:
+        for one in (model, plain):
+            torch.manual_seed(0)
+            one(torch.rand(512, 64)).square().mean().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
+    assert zoo.plan_of(model) is not None
+    said = [text for text in caplog.messages if "from estimates" in text]
+    assert len(said) == (option == "budget")
+    if profiler is not None:
+        # planning did not end it
+        assert any("Backward" in event.key for event in profiler.key_averages())
+
+
+def test_threads_plan_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork would wait for locks of the other, and one profiler would end the other."""
+    inside, most = list[int](), list[int]()
+
+    def noted(function: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            inside.append(0)
+            time.sleep(0.01)
+            most.append(len(inside))
+            result = function(*args, **kwargs)
+            inside.pop()
+            return result
+
+        return called
+
+    # in one call each, since one of them calls the other
+    for name in ("planned_forward.step_trace_of", "planned_forward.partition"):
+        path = f"zoo.tracing.{name}"
+        monkeypatch.setattr(path, noted(pkgutil.resolve_name(path)))
+    ready = threading.Barrier(6)
+
+    def step(number: int) -> None:
+        # threads draw from one stream
+        model = zoo.checkpoint(Layers(layers=2 + number).eval(), **[*OPTIONS.values()][number % 3])
+        ready.wait()
+        for rows in (512, 1100):
+            model(torch.rand(rows, 64)).square().mean().backward()
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(step, range(6)))
+    assert len(most) > 6
+    assert set(most) == {1}
+
+
+class Yields(Layers):
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = x + layer(x)
+            yield x
+
+
+class Awaits(Layers):
+    async def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = x + layer(x)
+            await asyncio.sleep(0)
+        return x
+
+
+class YieldsAndAwaits(Layers):
+    async def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            yield layer(x)
+            await asyncio.sleep(0)
+
+
+class ReturnsAFunction(Layers):
+    def forward(self, x: Tensor) -> Any:
+        return lambda: Layers.forward(self, x)
+
+
+async def last_of(values: Any) -> Tensor:
+    return [value async for value in values][-1]
+
+
+LATER: dict[type[Layers], Callable[[Any], Tensor]] = {
+    Yields: lambda values: [*values][-1],
+    Awaits: asyncio.run,
+    YieldsAndAwaits: lambda values: asyncio.run(last_of(values)),
+    ReturnsAFunction: lambda function: function(),
+}
+
+
+@pytest.mark.parametrize("kind", LATER)
+@pytest.mark.parametrize("option", [*OPTIONS, "a plan"])
+def test_a_forward_that_yields_or_awaits_trains_by_blocks_and_says_so_once(
+    option: str, kind: type[Layers], caplog: Any
+) -> None:
+    plain = kind()
+    options = OPTIONS.get(option, {"checkpoint": "(0-1) 2"})
+    model = zoo.checkpoint(copy.deepcopy(plain), **options)
+    for rows in (64, 64, 32):
+        for one in (model, plain):
+            torch.manual_seed(rows)
+            LATER[kind](one(torch.rand(rows, 64))).square().mean().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
+    (said,) = [text for text in caplog.messages if "calls no operator before" in text]
+    assert "each of its blocks is recomputed as it runs" in said
+    x = torch.rand(512, 64)
+    peaks = [
+        trace(lambda one=one: LATER[kind](one(x)).square().mean().backward()).peak
+        for one in (model, plain)
+    ]
+    assert peaks[0] < 0.7 * peaks[1]
+    with pytest.raises(ArgumentError, match="calls no operator before it returns"):
+        zoo.plan(plain, x, memory_budget=0.9)
+
+
+def jagged(rows: int) -> Tensor:
+    parts = torch.rand(rows, 64), torch.rand(2 * rows, 64)
+    return torch.nested.nested_tensor([*parts], layout=torch.jagged)
+
+
+def test_jagged_tensors_train_by_blocks_and_say_so(caplog: Any) -> None:
+    plain = Layers(layers=3)
+    model = zoo.checkpoint(copy.deepcopy(plain))
+    for rows in (8, 8, 5):
+        for one in (model, plain):
+            torch.manual_seed(rows)
+            one(jagged(rows)).values().square().mean().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
+    assert "jagged layout are no numbers" in caplog.messages[0]
+    with pytest.raises(ArgumentError, match="jagged layout are no numbers"):
+        zoo.checkpoint(plain, memory_budget=0.9)(jagged(8))
 
 
 class Copied(nn.Module):

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from zoo.errors import ArgumentError, shortened
@@ -37,7 +38,7 @@ def checkpoint(
     loss: Loss | None = None,
     accumulates: bool = False,
     holds_outputs: bool | None = None,
-    offload: OffloadOption = False,
+    offload: OffloadOption | None = None,
     host_budget: int | str | None = None,
 ) -> AnyModule:
     """Puts a `checkpoint=` option in force on any model and returns the same object.
@@ -69,7 +70,7 @@ def checkpoint(
             of each new size.
         offload: as in `zoo.plan`; without a budget, what segments start from; beside a plan also
             the first steps of its segments, and its kept steps, that go. A report's own
-            (`report.offloads`) go in any case.
+            (`report.offloads`) go if it is left out.
         host_budget: as in `zoo.plan`.
 
     Raises:
@@ -86,8 +87,18 @@ def checkpoint(
     settings = StepSettings(optimizer, loss, accumulates, outputs_held(holds_outputs, loss))
     has_settings = holds_outputs is not None or settings != StepSettings()
     step = settings.for_model(model) if has_settings else None
-    to_host = Offload.of(offload, host_budget)
+    to_host = Offload.of(offload or False, host_budget)
     option = option_for(checkpoint, memory_budget, max_overhead, step, to_host)
+    if offload is False and option is not None and option.offload.is_on:
+        raise ArgumentError(
+            "offload=False beside a report whose plan offloads would break its budget; leave "
+            "offload= out, pass report.plan, or plan without offload=True"
+        )
+    if isinstance(model, torch.jit.ScriptModule) and option is not None:
+        raise ArgumentError(
+            f"this {type(model).__name__} is a module of TorchScript, whose forward is compiled; "
+            "call zoo.checkpoint on the module that it was made of, or on a model around it"
+        )
     if hasattr(model, "_orig_mod"):
         raise ArgumentError(
             "this model is compiled; call zoo.checkpoint before torch.compile, or zoo.recompute in "

@@ -21,9 +21,10 @@ from torch import distributed
 from zoo.cli.output import plain_signs
 from zoo.cli.parser import Answer, command
 from zoo.errors import ArgumentError, ConfigError, file_errors_as, shortened, shortened_text
+from zoo.files import write_file
 from zoo.harness.comparison_cells import expand
 from zoo.harness.config import KEYS, Config, config_folder, find_config, option, read
-from zoo.harness.results import Comparison, Record, Results, comparisons
+from zoo.harness.results import Comparison, Record, Results, cells_of_run, comparisons
 from zoo.harness.run import results_of, run
 from zoo.report.html_page import page
 from zoo.report.rows import heading, rows
@@ -129,7 +130,8 @@ def run_report(options: argparse.Namespace) -> Answer:
             "`zoo compare` prints at its end"
         )
     for file in files:
-        results = comparisons(Results(file).read(passed_over.append).values())
+        records = Results(file).read(passed_over.append).values()
+        results, cells = comparisons(records), cells_of_run(records)
         if not results:
             raise ArgumentError(f"{shortened(str(file))} holds no results of a comparison")
         while passed_over:
@@ -137,7 +139,7 @@ def run_report(options: argparse.Namespace) -> Answer:
         runs = beside(results, earlier)
         folder = Path(options.output or file.parent) / file.stem
         line = _repeats(file, results) or options.line
-        answers.append(_report(results, runs, folder, line, console))
+        answers.append(_report(results, runs, folder, line, console, cells=cells))
         if runs:
             has_grown(runs, Config.tolerance, console)
     return Answer(
@@ -217,15 +219,17 @@ def _report(
     folder: Path,
     line: str,
     console: Console,
+    *,
+    cells: tuple[int, int] | None = None,
 ) -> Answer:
     """Prints a comparison, writes its report, and returns its rows; code 1 if a row has faults."""
-    table, title = rows(comparisons), heading(comparisons, folder.name, line)
+    table, title = rows(comparisons), heading(comparisons, folder.name, line, cells)
     show(table, title.title, console)
     way_out = "; the results are kept, and zoo report writes the report, --output FOLDER elsewhere"
     with file_errors_as(ArgumentError, folder, way_out=way_out):
         write_report(table, title, folder, runs)
         path = folder / "report.html"
-        path.write_text(page(comparisons, title, runs), encoding="utf-8")
+        write_file(path, page(comparisons, title, runs))
     data = {"name": folder.name, "report": str(path), **tables(table, runs)}
     return Answer(f"report:  {path}", data, int(any(row.faults for row in table)))
 

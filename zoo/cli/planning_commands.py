@@ -6,7 +6,6 @@ import gc
 import sys
 from collections import Counter
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from zoo.cli.parser import MODEL, OPTIMIZER, PLANS, PLOT, Answer, command
 from zoo.cli.values import RATED, TORCH_DEVICES
 from zoo.engine.devices import accelerator_here
 from zoo.errors import ArgumentError, Interrupted
+from zoo.files import write_file
 from zoo.policy.plan_report import PlanReport
 from zoo.profiling.kept_interrupts import take_interrupt
 from zoo.profiling.timeline import Timeline
@@ -123,7 +123,7 @@ def run_frontier(options: argparse.Namespace) -> Answer:
         take_interrupt()
         frontier, code = error.found, INTERRUPTED
         print(f"zoo frontier: {error}", file=sys.stderr)
-    write(options.csv, lambda path: Path(path).write_text(frontier.to_csv(), encoding="utf-8"))
+    write(options.csv, lambda path: write_file(path, frontier.to_csv()))
     write(options.plot, frontier.plot)
     return Answer(frontier.table(options.points), frontier.to_json(), code)
 
@@ -221,7 +221,7 @@ def run_anatomy(options: argparse.Namespace) -> Answer:
             optimizer_in_backward=options.optimizer_in_backward,
             offload=options.offload,
         )
-    write(options.save, lambda path: Path(path).write_text(steps.to_json(), encoding="utf-8"))
+    write(options.save, lambda path: write_file(path, steps.to_json()))
     write(options.plot, (steps.planned or steps.baseline).plot)
     data = {
         "plan": steps.plan and steps.plan.text(),

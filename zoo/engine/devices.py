@@ -27,7 +27,14 @@ import torch
 from torch import Generator, Tensor
 from torch.autograd.profiler import profile
 
-from zoo._torch import Args, DisableTorchDispatch, Kwargs, has_expandable_segments, is_profiling
+from zoo._torch import (
+    Args,
+    DisableTorchDispatch,
+    Kwargs,
+    has_expandable_segments,
+    is_profiling,
+    note_profiling,
+)
 from zoo.errors import ArgumentError, RecomputeError, nearest
 
 # bytes of a state of the CPU's generator, and of its fields before and behind the words
@@ -532,12 +539,19 @@ def _global_streams() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], 
         yield "numpy", numpy.get_state, numpy.set_state
 
 
+class ProfilerError(ArgumentError):
+    """Another profiler is at work: a second one would end it."""
+
+
 @contextlib.contextmanager
 def cpu_events() -> Iterator[list[tuple[int, int, int]]]:
-    """Yields a list that gets the CPU allocator's events: `time.time_ns`, address, bytes."""
-    # a second profiler would end the first
+    """Yields a list that gets the CPU allocator's events: `time.time_ns`, address, bytes.
+
+    Raises:
+        ProfilerError: torch's profiler is at work.
+    """
     if is_profiling():
-        raise ArgumentError(
+        raise ProfilerError(
             "memory on the CPU is measured by torch's profiler, which is at work already: put "
             "the block outside of it, and not inside of another; where a plan for a budget is "
             "made at the first training step, run that step before"
@@ -548,7 +562,8 @@ def cpu_events() -> Iterator[list[tuple[int, int, int]]]:
         with profiler:
             yield events
     finally:
-        # None where memory ran out as the profiler ended, of which an error is on its way
+        # torch does not where memory ran out as the profiler ended, of which an error is on its way
+        note_profiling(False)
         results = profiler.kineto_results
         # a stack, since a deep model's backward nests deeper than Python recurses
         waiting = [] if results is None else [*reversed(results.experimental_event_tree())]

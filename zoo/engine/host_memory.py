@@ -23,6 +23,13 @@ much memory a step takes.
 
 On an accelerator the host's memory is pinned, on the CPU it is a memory-mapped file, for fake
 tensors there is none. While a graph is captured, nothing is copied.
+
+A mapped file is shared with forked processes. So neither the process nor its fork writes a slab
+again that both may read, and the fork writes no slab of before:
+
+    fork            slabs with pieces in use            slabs without
+    the process     both read the pieces, until the     goes on with them
+    its fork        last is gone; no new pieces         does not use them
 """
 
 import contextlib
@@ -49,8 +56,11 @@ from zoo.engine.operands import External
 from zoo.engine.replay import without_modes
 from zoo.engine.segments import Segment
 from zoo.engine.tensor_state import alive, gone, is_plain
+from zoo.errors import in_a_line
 from zoo.planner.costs import LEAST_OFFLOADED
 
+# those of this process
+_HOSTS: set["weakref.ref[HostMemory]"] = set()
 # bytes of a slab: few calls for large tensors, and little that is left over at the end
 SLAB = 1 << 25
 
@@ -102,23 +112,27 @@ def _file_memory(size: int) -> Tensor:
 class HostMemory:
     """Slabs of host memory for the storages of one model; at most `limit` bytes in all.
 
-    A copy or a pickle of a model has slabs of its own.
+    A copy or a pickle of a model has slabs of its own, and so has a forked process.
 
     Attributes:
         limit: None where there is none.
         peak: the most bytes that storages took so far.
         is_full: whether there was no room for a storage, which stayed on its device.
+        error_text: why the system gave no more memory; "" where it gave all that was asked for.
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        self.limit, self.peak, self.is_full = limit, 0, False
+        self.limit, self.peak, self.is_full, self.error_text = limit, 0, False, ""
         self.lock = threading.RLock()
         self._of_devices: dict[torch.device, DeviceTransfers] = {}
+        _HOSTS.add(weakref.ref(self, _HOSTS.discard))
+        _watch_forks()
 
     @property
     def slabs(self) -> list[Slab]:
         """The slabs of all devices."""
-        return [slab for transfers in self._of_devices.values() for slab in transfers.slabs]
+        every = [*self._of_devices.values()]
+        return [slab for transfers in every for slab in (*transfers.slabs, *transfers.read_only)]
 
     @property
     def allocated(self) -> int:
@@ -146,6 +160,18 @@ class HostMemory:
         for transfers in [*self._of_devices.values()]:
             transfers.settle(0)
 
+    def before_fork(self) -> None:
+        """Gives up the slabs that this process and its fork will both read."""
+        with self.lock:
+            for transfers in self._of_devices.values():
+                transfers.give_up([slab for slab in transfers.slabs if slab.pieces])
+
+    def after_fork(self) -> None:
+        """Gives up all slabs, in the forked process; another thread may have had the lock."""
+        self.lock = threading.RLock()
+        for transfers in self._of_devices.values():
+            transfers.give_up(transfers.slabs)
+
     def room(self) -> int:
         """Returns the size of the next slab; 0 if the limit is reached."""
         return SLAB if self.limit is None else min(SLAB, self.limit - self.allocated)
@@ -160,18 +186,25 @@ class DeviceTransfers:
         # storages that a copy on the side stream still reads or writes, whose memory is not freed
         self.moving: deque[OffloadedStorage] = deque()
         self.slabs: list[Slab] = []
+        # those of before a fork, as long as pieces of them are in use
+        self.read_only: list[Slab] = []
+
+    def give_up(self, slabs: Sequence[Slab]) -> None:
+        """Takes no new pieces of these slabs."""
+        self.slabs = [slab for slab in self.slabs if slab not in slabs]
+        self.read_only = [slab for slab in (*self.read_only, *slabs) if slab.pieces]
 
     def take(self, size: int) -> list[Tensor]:
         """Returns memory of a size, in one slab or several; none if there is no room."""
+        self.give_up([])
         missing = size - sum(slab.room() for slab in self.slabs)
         while missing > 0:
             if (more := self.host.room()) <= 0:
                 return []
             try:
                 self.slabs.append(Slab(self.device, more))
-            except (OSError, RuntimeError):
-                # the host has no more
-                self.host.limit = self.host.allocated
+            except (OSError, RuntimeError, MemoryError) as error:
+                self.host.limit, self.host.error_text = self.host.allocated, in_a_line(error, 200)
                 return []
             missing -= more
         pieces: list[Tensor] = []
@@ -388,11 +421,16 @@ class Offloading:
 
 @functools.cache
 def copy_rate(device: torch.device) -> float:
-    """Measures the bytes per second of copies to the host and back, the slower of both."""
+    """Measures the bytes per second of copies to the host and back, the slower of both.
+
+    Infinite where the host has no memory for them: nothing will be copied.
+    """
     with _as_bytes():
         storage = torch.zeros(SLAB, dtype=torch.uint8, device=device).untyped_storage()
         transfers = HostMemory().on(storage.device)
         pieces = transfers.take(SLAB)
+        if not pieces:
+            return math.inf
         seconds = []
         # the first of each takes longer
         for out in (True, False, True, False):
@@ -402,6 +440,21 @@ def copy_rate(device: torch.device) -> float:
             synchronize(storage.device)
             seconds.append(time.perf_counter() - start)
         return SLAB / max(seconds[2:])
+
+
+def _on_hosts(act: Callable[[HostMemory], None]) -> None:
+    for host in alive([*_HOSTS]):
+        act(host)
+
+
+@functools.cache
+def _watch_forks() -> None:
+    """Registers what happens at a fork, once in a process that offloads."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(
+            before=lambda: _on_hosts(HostMemory.before_fork),
+            after_in_child=lambda: _on_hosts(HostMemory.after_fork),
+        )
 
 
 @contextlib.contextmanager

@@ -100,6 +100,11 @@ class Cell:
         content = f"{fields} torch {torch.__version__} zoo {_source_digest()}"
         return f"{self.model.name}/{self.kind}/{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
+    def is_key(self, key: str) -> bool:
+        """Returns whether a key is this cell's; that of a timing has plans not known before."""
+        prefix = f"{self.model.name}/{self.kind}/"
+        return key.startswith(prefix) if self.kind == "timing" else key == self.key()
+
     def __str__(self) -> str:
         return f"{self.model.name} {self.kind.replace('_', ' ')}"
 

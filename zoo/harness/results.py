@@ -78,6 +78,8 @@ STEPS = _mapping(
 OPTIONAL = {
     "reason": str,
     "finished": str,
+    # how many cells its run has, and how many of these had a result then
+    "run": _mapping(cells=Count, measured=Count),
     "environment": dict[str, Any] | None,
     "parameters": Bytes,
     # what turned the library's own checkpointing on
@@ -207,6 +209,16 @@ def _check(record: Any) -> None:
     for name, (columns, numbered) in numbers.items():
         if any(number >= len(numbered) for column in columns for number in column):
             raise ValueError(f"{name} holds an index out of range")
+
+
+def cells_of_run(records: Iterable[Record]) -> tuple[int, int] | None:
+    """Returns how many cells of the last run have a result, of how many; None in older results."""
+    runs = [(record.get("finished", ""), record["run"]) for record in records if "run" in record]
+    if not runs:
+        return None
+    # several may have been finished in one second
+    _, run = max(runs, key=lambda one: (one[0], one[1]["measured"]))
+    return run["measured"], run["cells"]
 
 
 def comparisons(records: Iterable[Record], *, partial: bool = False) -> list[Comparison]:

@@ -65,7 +65,8 @@ def run(config: Config, console: Console) -> list[Comparison]:
     records = results.read().items()
     done = {key: record for key, record in records if record["status"] != "failed"}
     cells = expand(config)
-    models = [cell.model.name for entry in cells for cell in entry.values()]
+    every = [cell for entry in cells for cell in entry.values()]
+    models = [cell.model.name for cell in every]
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -83,7 +84,9 @@ def run(config: Config, console: Console) -> list[Comparison]:
         if cell.key() in done:
             record = done[cell.key()] | {"cached": True}
         else:
-            record = run_cell(cell, config.timeout)
+            measured = number + sum(any(map(one.is_key, done)) for one in every[number:])
+            of_run = {"run": {"cells": total, "measured": measured}}
+            record = run_cell(cell, config.timeout) | of_run
             results.append(record)
         line = f"[{number:>{len(str(total))}}/{total}] {cell}: {_result_words(record)}"
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -103,8 +106,10 @@ def run(config: Config, console: Console) -> list[Comparison]:
                 plans = {} if kind != "timing" else _measured_plans(comparison)
                 comparison[kind] = record_of(replace(cell, **plans))
             if is_unlike_baseline(comparison):
+                repeated = again(entry["baseline"])
                 models.insert(int(bar.tasks[0].completed), model.name)
-                comparison["baseline_again"] = record_of(again(entry["baseline"]))
+                every.insert(int(bar.tasks[0].completed), repeated)
+                comparison["baseline_again"] = record_of(repeated)
             comparisons.append(comparison)
     return comparisons
 

@@ -4,11 +4,10 @@
     lightning.Trainer(callbacks=[ActivationCheckpointing("net", memory_budget="8GiB")])
 
 Lightning's own checkpoints lack the random state, so that a resumed run draws other dropout masks.
-The callback's state has it: a run that resumes behind an epoch ends with the bits of one that was
-not stopped.
+The callback's state has it (`lightning_resume`): a run that resumes behind an epoch or within one
+ends with the bits of one that was not stopped.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import lightning
@@ -17,9 +16,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 from zoo.api.checkpoint import plan_of, uncheckpoint
-from zoo.engine.devices import read_streams, set_streams
 from zoo.errors import ArgumentError, OptimizerError, nearest, shortened
 from zoo.integrations.budget import checkpoint_with
+from zoo.integrations.lightning_resume import Resumption
 from zoo.optimizer.in_backward import OptimizerInBackward, optimizer_in_backward as in_backward
 from zoo.planner.plan import Plan
 from zoo.policy.options import Checkpoint
@@ -50,9 +49,13 @@ class ActivationCheckpointing(lightning.Callback):  # type: ignore[misc]
         self.part, self.checkpoint, self.options = part, checkpoint, options
         self.optimizer_in_backward = optimizer_in_backward
         self.plan: Plan | None = None
-        self._streams: Mapping[str, Any] = {}
+        self._resumption = Resumption()
         self._handles: list[OptimizerInBackward] = []
         self._hooks: list[Any] = []
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        """Restores the random state that a resumed run's first iterator is made from."""
+        self._resumption.begin_fit(trainer)
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Puts the plan in force; the optimizers have the state of a resumed run by now."""
@@ -66,11 +69,11 @@ class ActivationCheckpointing(lightning.Callback):  # type: ignore[misc]
             self._step_in_backward(trainer, module)
         alone = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
         checkpoint_with(parts[self.part], self.checkpoint, alone, self.options)
+        self._resumption.watch(trainer)
 
     def on_train_epoch_start(self, *_: Any) -> None:
         """Restores the random state of a resumed run."""
-        set_streams(self._streams)
-        self._streams = {}
+        self._resumption.begin_epoch()
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         """Says the plan, as soon as there is one."""
@@ -81,6 +84,7 @@ class ActivationCheckpointing(lightning.Callback):  # type: ignore[misc]
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         """Takes the plan off."""
+        self._resumption.unwatch()
         for handle in (*self._handles, *self._hooks):
             handle.remove()
         self._handles, self._hooks = [], []
@@ -94,11 +98,11 @@ class ActivationCheckpointing(lightning.Callback):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the random state, in types that `torch.load(weights_only=True)` admits."""
-        return {"streams": {name: _plain(state) for name, state in read_streams().items()}}
+        return self._resumption.state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Remembers the random state for the first epoch."""
-        self._streams = state_dict["streams"]
+        self._resumption.load(state_dict)
 
     def _step_in_backward(self, trainer: Any, module: Any) -> None:
         for option, least in {"gradient_clip_val": 0, "accumulate_grad_batches": 1}.items():
@@ -120,10 +124,3 @@ def _train_before(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> An
         with torch.enable_grad():
             closure()
     return args, {**kwargs, "closure": None}
-
-
-def _plain(state: Any) -> Any:
-    """Returns a random state with lists for NumPy's arrays."""
-    if not isinstance(state, tuple):
-        return state
-    return tuple(part.tolist() if hasattr(part, "tolist") else part for part in state)

@@ -9,21 +9,36 @@ Bytes are counted by distinct storage. States share storage (many steps pass on 
 all later ones DenseNet's features), so a sum over shapes would count it many times.
 """
 
+import contextlib
 import functools
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from zoo.planner.plan import Item, Plan, first_step, indices
 
+Value = TypeVar("Value")
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
 # storages of fewer bytes are not offloaded: that saves nothing that the calls for it are worth
 LEAST_OFFLOADED = 1 << 16
 # a segment keeps random numbers of at most so many bytes, in place of drawing them again
 NOISE = 1 << 12
+
+
+class computed_once(functools.cached_property[Value]):
+    """`functools.cached_property`, whose objects of a class share no lock, as those of Python 3.11.
+
+    A fork would inherit the lock of another thread that computes, and wait for it forever.
+    """
+
+    lock = contextlib.nullcontext()
+
+    def __init__(self, function: Callable[[Any], Value]) -> None:
+        super().__init__(function)
+        vars(self).pop("lock", None)
 
 
 @dataclass(frozen=True)
@@ -97,25 +112,25 @@ class StepCosts:
             gradients_made=(),
         )
 
-    @functools.cached_property
+    @computed_once
     def present(self) -> tuple[frozenset[int], ...]:
         """For each step the storages that exist in the forward under every plan."""
         live = self.live[:-1]
         return tuple(map(frozenset.union, live, self.forward_only)) if self.forward_only else live
 
-    @functools.cached_property
+    @computed_once
     def new_storages(self) -> tuple[frozenset[int], ...]:
         """For each step the storages that it makes and a later step reads, or that it saves."""
         ends = zip(self.live, self.live[1:], self.saved, strict=False)
         return tuple((after | saved) - before for before, after, saved in ends)
 
-    @functools.cached_property
+    @computed_once
     def noise(self) -> frozenset[int]:
         """Storages with few random numbers, which a segment may keep."""
         drawn = frozenset().union(*itertools.compress(self.new_storages, self.draws))
         return frozenset(storage for storage in drawn if self.sizes[storage] <= NOISE)
 
-    @functools.cached_property
+    @computed_once
     def forward_only_changes(self) -> tuple[tuple[frozenset[int], frozenset[int]], ...]:
         """For each step, and the end: the storages of `forward_only` that it adds and releases."""
         if not self.forward_only:

@@ -14,7 +14,6 @@ from fake tensors, seconds and kernel workspaces from real runs of each kind of 
 it, and so do the workspaces of cuBLAS, so that a budget limits `torch.cuda.max_memory_allocated`.
 """
 
-import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +41,7 @@ from zoo.planner.costs import (
     CopyRate,
     Simulation,
     StepCosts,
+    computed_once,
     least_possible,
     simulate,
 )
@@ -236,7 +236,7 @@ class StepPlanner:
         """The device that the model is on."""
         return device_of(self.model)
 
-    @functools.cached_property
+    @computed_once
     def rated(self) -> Device | None:
         """The device whose peak rates were asked for; None for the model's own."""
         return rated_device(self.device, self.model_device)
@@ -247,7 +247,7 @@ class StepPlanner:
         own = "cpu" if self.model_device.type == "meta" else self.model_device.type
         return (rated_name(str(self.device)) if self.rated else name_of(own)) or own
 
-    @functools.cached_property
+    @computed_once
     def rounding(self) -> Rounding:
         """How the device's allocator counts a storage."""
         kind = self.model_device.type if self.rated is None else self.rated.kind
@@ -257,7 +257,7 @@ class StepPlanner:
     def _splits_all(self) -> bool:
         return self.rated is None and splits_all_blocks(self.model_device)
 
-    @functools.cached_property
+    @computed_once
     def optimizer_bytes(self) -> OptimizerBytes:
         """The bytes of the optimizer."""
         if self.counted_optimizer is not None:
@@ -267,12 +267,12 @@ class StepPlanner:
         with shown("counting the optimizer's state"):
             return optimizer_bytes(*arguments, kind, self.rounding)
 
-    @functools.cached_property
+    @computed_once
     def profile(self) -> Profile:
         """The costs of the steps by device and kernels."""
         return Profile(self.model, self.outline, self.rounding)
 
-    @functools.cached_property
+    @computed_once
     def fixed(self) -> FixedBytes:
         """The bytes that no plan changes."""
         resident = resident_bytes(self.model, inputs=self.inputs, rounding=self.rounding)
@@ -287,7 +287,7 @@ class StepPlanner:
             libraries=profile.held_by_libraries(self.rated, self.kernels),
         )
 
-    @functools.cached_property
+    @computed_once
     def costs(self) -> StepCosts:
         """The costs of the steps, of the loss, too, if it is known."""
         updates, profile = self.optimizer_bytes.updates, self.profile
@@ -296,22 +296,22 @@ class StepPlanner:
         returned = profile.returned if self.holds_outputs else frozenset()
         return replace(costs, held_until_end=returned | profile.remaining)
 
-    @functools.cached_property
+    @computed_once
     def costs_with_gradients(self) -> StepCosts:
         """The costs with the gradients of parameters."""
         return self.costs.with_parameter_gradients()
 
-    @functools.cached_property
+    @computed_once
     def baseline(self) -> Point:
         """The plan that recomputes nothing."""
         return self._point(Plan.keep_all(len(self.costs)))
 
-    @functools.cached_property
+    @computed_once
     def _resident(self) -> int:
         """Bytes that are there in forward and backward under every plan."""
         return self.fixed.beside_activations + self.fixed.gradients * self.accumulates
 
-    @functools.cached_property
+    @computed_once
     def _optimizer_peak(self) -> int:
         return self.fixed.optimizer_peak + self.costs.bytes_of(self.costs.held_until_end)
 
@@ -415,7 +415,7 @@ class StepPlanner:
         assert isinstance(budget, int)
         return budget
 
-    @functools.cached_property
+    @computed_once
     def points(self) -> list[Point]:
         """The best plans by rising peak and falling time."""
         found: list[Point] = []
@@ -471,7 +471,7 @@ class StepPlanner:
             return simulate(plan, costs)
         return simulate(plan, costs, offloads=offloads, steps=self.steps, copies=self.copies)
 
-    @functools.cached_property
+    @computed_once
     def copies(self) -> CopyRate:
         """How fast copies to the host are: measured where kernels are, else by peak rates."""
         if self.rated is not None:
@@ -480,7 +480,7 @@ class StepPlanner:
             return AT_ONCE
         return CopyRate(copy_rate(self.model_device), self.model_device.type != "cpu")
 
-    @functools.cached_property
+    @computed_once
     def trades(self) -> list[Point]:
         """Plans that may be the best if parameters and gradients are sharded; fastest first.
 
@@ -500,7 +500,7 @@ class StepPlanner:
     def _is_offloaded(self, point: Point) -> bool:
         return point.offloaded > 0 and self.offload.allows(point.offloaded)
 
-    @functools.cached_property
+    @computed_once
     def least(self) -> Point:
         """The plan of least peak, without offloading found without the other best ones."""
         if self.offload.is_on:
@@ -512,7 +512,7 @@ class StepPlanner:
         # with tiny activations the random states of a segment take more than it saves
         return min(self.baseline, point, key=lambda point: point.peak)
 
-    @functools.cached_property
+    @computed_once
     def least_once(self) -> Point:
         """The plan of least peak that recomputes no step more than once, as `checkpoint=True`."""
         return self._point(_loss_kept(least_memory(self.costs_with_gradients), self.steps))

@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import distributed, nn
 
-from zoo._torch import active_fake_mode, is_profiling
-from zoo.engine.devices import name_of
+from zoo._torch import active_fake_mode
+from zoo.engine.devices import ProfilerError, name_of
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, BudgetError, PlanError, shortened
 from zoo.invocation import InputSpec, Invocation, device_of
@@ -383,7 +383,11 @@ class Option:
 
     def _within_budget(self, planner: StepPlanner, has_run: bool) -> Sequence[RoomyPlan]:
         """Plans for the budget and logs the prediction."""
-        planner = self.step.of(planner).measured()
+        planner = self.step.of(planner)
+        try:
+            planner = planner.measured()
+        except ProfilerError:
+            _warn_of_profiler(type(planner.model).__name__)
         is_assumed = self.step.optimizer == ASSUMED and not planner.optimizer_in_backward
         assumed = (
             f"the optimizer is assumed to be AdamW, with a state of "
@@ -430,6 +434,17 @@ def _warn_of_assumed(name: str, assumed: str) -> None:
 
 
 @functools.cache
+def _warn_of_profiler(name: str) -> None:
+    """Warns, once in a process, that a plan was made while a profiler was at work."""
+    _log.warning(
+        "the plan of %s is made from estimates, which leave kernel workspaces out, so that a step "
+        "may take more than was planned: a profiler is at work, and beside it no kernel of the CPU "
+        "can be measured. Run the first training step before the profiler starts",
+        name,
+    )
+
+
+@functools.cache
 def _warn_of_device(made_for: str, here: str) -> None:
     """Warns, once in a process, that a plan is in force on another device than it was made for."""
     _log.warning(
@@ -470,8 +485,9 @@ def _least(planner: StepPlanner, runs_kernels: bool) -> Plan:
         return least_memory(_with_optimizer_in_backward(planner).costs)
     if runs_kernels:
         planner = _with_optimizer_in_backward(planner)
-        if active_fake_mode() is None and not is_profiling():
-            planner = planner.measured(timed=False)
+        if active_fake_mode() is None:
+            with contextlib.suppress(ProfilerError):
+                planner = planner.measured(timed=False)
     plan = least_memory(planner.costs_with_gradients)
     _warn_of_no_saving(True, plan, planner)
     return plan

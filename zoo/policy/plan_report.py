@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from zoo.errors import PlanError
+from zoo.files import write_file
 from zoo.planner.json_reader import read, read_file, read_json
 from zoo.planner.plan import Plan, thinned
 from zoo.report.escaping import markdown_table, to_csv
@@ -197,7 +198,7 @@ class PlanReport:
 
     def save(self, path: str | Path) -> None:
         """Writes the report to a file, as JSON: `load` reads it, and `--checkpoint` takes it."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        write_file(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> "PlanReport":

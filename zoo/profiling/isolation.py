@@ -36,6 +36,11 @@ from zoo.errors import ZooError
 from zoo.profiling.source_location import line_of_frame
 
 T = TypeVar("T")
+# held while a plan is made: else a process would be forked while another thread is at it, whose
+# locks the fork waits for, and the profiler of a thread that measures kernels would end another's
+PLANNING = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=PLANNING._at_fork_reinit)  # type: ignore[attr-defined]
 # part of the error of autograd's engine in a forked process where it has threads for a device
 NO_FORK = "fork-based multiprocessing"
 # seconds without CPU time after which a child is taken to be blocked forever

@@ -31,6 +31,7 @@ from zoo.engine.kernel_settings import Settings, read_settings
 from zoo.errors import ArgumentError, shortened
 from zoo.profiling.caching_allocator import CUBLAS_WORKSPACE
 from zoo.profiling.fake_results import ELEMENTWISE
+from zoo.profiling.isolation import PLANNING
 from zoo.profiling.progress import each
 from zoo.profiling.tensor_spec import KernelSpec, TensorSpec
 
@@ -265,7 +266,13 @@ def measure_kernels(
         missing = {key: spec for key, spec in missing.items() if key not in _measured}
     if missing:
         measure = _on_cpu if device.type == "cpu" else _on_accelerator
-        with random_state_restored(), disable_current_modes(), torch.no_grad(), DisableAutocast():
+        with (
+            PLANNING,
+            random_state_restored(),
+            disable_current_modes(),
+            torch.no_grad(),
+            DisableAutocast(),
+        ):
             costs = measure(list(missing.values()), device, timed)
         _measured.update(zip(missing, costs, strict=True))
     return [_measured.get(key) for key in keys]

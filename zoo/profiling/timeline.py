@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zoo.errors import ArgumentError
+from zoo.files import write_file
 from zoo.planner.json_reader import read, read_file, read_json, read_row
 from zoo.profiling.caching_allocator import Rounding
 from zoo.report.escaping import to_csv
@@ -287,7 +288,7 @@ class Timeline:
 
     def save(self, path: str | Path) -> None:
         """Writes the timeline to a file, as JSON."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        write_file(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> "Timeline":
@@ -307,7 +308,7 @@ class Timeline:
         their starts, since a timeline has no addresses.
         """
         # the page reads no later protocol of pickle
-        Path(path).write_bytes(pickle.dumps(_snapshot(self._on_device()), protocol=4))
+        write_file(path, pickle.dumps(_snapshot(self._on_device()), protocol=4))
 
     def to_csv(self) -> str:
         """Writes one row for each point: the point, its phase, the bytes of each category."""

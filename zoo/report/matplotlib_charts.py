@@ -22,6 +22,7 @@ from matplotlib.ticker import FormatStrFormatter
 from matplotlib.transforms import Bbox
 
 from zoo.errors import shortened_text
+from zoo.files import replaced_file
 from zoo.planner.plan import Plan
 from zoo.report import charts
 from zoo.report.escaping import visible
@@ -206,8 +207,10 @@ def _axes(
         figure.text(0.01, 1 - 0.4 * inch, visible(subtitle), va="top", fontsize=9, color=faint)
         yield [*figure.subplots(squeeze=False, **grid).flat]
         for file in files:
-            undated = {"Date": None} if file.suffix.lower() == ".svg" else {}
-            figure.savefig(file, dpi=160, metadata=undated)
+            kind = file.suffix.lower()[1:]
+            undated = {"Date": None} if kind == "svg" else {}
+            with replaced_file(file) as new:
+                figure.savefig(new, format=kind or None, dpi=160, metadata=undated)
 
 
 def draw_chart(axes: Axes, chart: charts.Chart, **legend: Any) -> None:

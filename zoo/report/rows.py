@@ -136,23 +136,32 @@ class TableCell(NamedTuple):
 
 
 class Heading(NamedTuple):
-    """The comparison's name, its environment, the command that repeats it, and its models."""
+    """The comparison's name, its environment, the command that repeats it, and its models.
+
+    `cells` are how many cells of its run have a result, and how many it has; None where unknown.
+    """
 
     name: str
     setting: str
     command: str
     models: Sequence[str] = ()
+    cells: tuple[int, int] | None = None
 
     @property
     def title(self) -> str:
-        """The title of a report, with the name of the config unless it is the default one."""
+        """The title of a report, with the name of the config unless it is the default one.
+
+        That of a run that was interrupted begins with how much of it is there.
+        """
+        measured, cells = self.cells or (0, 0)
+        part = f"{measured} of {cells} cells: " if measured < cells else ""
         # a run of chosen models has them in its name, too
         config = self.name.removesuffix("-" + "-".join(self.models))
         name = "" if config == "default" else f": {config}"
         *others, last = self.models or ("",)
         few = f"{', '.join(others)} and {last}" if others else last
         trained = f"{len(self.models)} models" if len(self.models) > NAMED else few
-        return f"Training {trained} with and without checkpointing{name}".replace("  ", " ")
+        return f"{part}Training {trained} with and without checkpointing{name}".replace("  ", " ")
 
 
 @dataclass(frozen=True)
@@ -291,7 +300,12 @@ def first_measured(comparisons: Sequence[Comparison], keys: Iterable[str] = ()) 
     return next((record for record in measured if record["environment"].keys() >= {*keys}), {})
 
 
-def heading(comparisons: Sequence[Comparison], name: str, command: str) -> Heading:
+def heading(
+    comparisons: Sequence[Comparison],
+    name: str,
+    command: str,
+    cells: tuple[int, int] | None = None,
+) -> Heading:
     """Describes a comparison by the first of its records that has an environment."""
     setting = "nothing could be measured"
     if record := first_measured(comparisons, ("device", "threads", "torch", "python", "zoo")):
@@ -304,7 +318,7 @@ def heading(comparisons: Sequence[Comparison], name: str, command: str) -> Headi
         )
     names = (visible(comparison["model"]["name"]) for comparison in comparisons)
     models = tuple(dict.fromkeys(names))
-    return Heading(visible(name), visible(setting), visible(command), models)
+    return Heading(visible(name), visible(setting), visible(command), models, cells)
 
 
 def rows(comparisons: Sequence[Comparison]) -> list[ModelRow]:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from zoo.files import write_file
 from zoo.report.escaping import in_code, in_markdown, markdown_table, to_csv
 from zoo.report.matplotlib_charts import draw_comparison
 from zoo.report.rows import (
@@ -78,7 +79,7 @@ def write_report(
     ]
     files = {"report.md": "\n\n".join(filter(None, paragraphs)), **csv_files(rows, runs)}
     for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8", newline="")
+        write_file(folder / name, text)
     return folder / "report.md"
 
 

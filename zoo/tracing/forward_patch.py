@@ -6,6 +6,7 @@ its original; a pickle or a deep copy has one of its own.
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from types import CodeType, FrameType, FunctionType
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo._torch import PyTree
+from zoo._torch import SCRIPT_COMPILER, PyTree
 from zoo.errors import ArgumentError
 
 
@@ -31,6 +32,9 @@ class ForwardOfClass:
 
     def of(self, module: nn.Module) -> Callable[..., PyTree]:
         """Returns the forward of a module of the class."""
+        if isinstance(module, torch.jit.ScriptModule):
+            # what its class has is found by this alone
+            return module.__getattr__("forward")  # type: ignore[no-any-return]
         if self.is_bound:
             return self.forward.__get__(module, self.owner)  # type: ignore[no-any-return]
         return self.forward  # type: ignore[no-any-return]
@@ -58,6 +62,11 @@ class Patch:
         """Returns an attribute of the original forward, as bound methods do of their function."""
         if "class_forward" not in vars(self):  # a pickle is being loaded
             raise AttributeError(name)
+        if sys._getframe(1).f_globals.get("__name__") == SCRIPT_COMPILER:
+            raise ArgumentError(
+                f"TorchScript compiles the forward of {type(self._living()).__name__} as it is "
+                "written, without its plan: call zoo.uncheckpoint before torch.jit.script"
+            )
         # the attribute of the function, which does not need the module to be alive
         return getattr(self.class_forward.forward if self.before is None else self.before, name)
 

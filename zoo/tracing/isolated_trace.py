@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -73,6 +74,10 @@ class TraceError(ArgumentError):
     raised = False
 
 
+class RunsLaterError(TraceError):
+    """A forward calls no operator before it returns, as one that yields or awaits."""
+
+
 class StepTrace(NamedTuple):
     """The operators and events of a training step, as data that can be pickled.
 
@@ -108,6 +113,7 @@ def step_trace_of(
             "cannot be traced ahead; plan before the model is distributed, or choose "
             "checkpoint=True or a scheme"
         )
+    check_sizes(invocation.tensors)
     if any(map(is_lazy, model.parameters())):
         raise ArgumentError(
             f"{name} has lazy parameters, which have no size yet; call the model once before"
@@ -131,7 +137,7 @@ class RealStep:
     """
 
     def __init__(self, model: nn.Module, invocation: Invocation) -> None:
-        self.tracer = Tracer(model)
+        self.tracer, self.inputs = Tracer(model), invocation.tensors
         self.event_recorder = EventRecorder(
             self.tracer.operators_so_far, caches_casts=caches_casts(), hooks=(pack, unpack)
         )
@@ -150,13 +156,27 @@ class RealStep:
         self._entered.close()
 
     def trace(self, outputs: PyTree) -> StepTrace:
-        """Returns the trace of the step, whose forward returned these outputs."""
+        """Returns the trace of the step, whose forward returned these outputs.
+
+        Raises:
+            TraceError: sizes of inputs or outputs are no numbers.
+        """
+        check_sizes([*self.inputs, *tensors_held_by(outputs)])
         self.tracer.note_end_of_model()
         roots = self.event_recorder.note_ends(tensors_held_by(outputs), None)
         with on_fakes():
             self.event_recorder.run_backward(roots)
         recorder = self.event_recorder
         return StepTrace(self.tracer.graph, recorder.events, recorder.specs, has_loss=False)
+
+
+def check_sizes(tensors: Iterable[Tensor]) -> None:
+    """Raises TraceError if one is nested with a jagged layout, whose length is no number."""
+    if any(tensor.layout is torch.jagged for tensor in tensors):
+        raise TraceError(
+            "sizes of nested tensors with a jagged layout are no numbers, and a plan counts bytes; "
+            "pad them, or put zoo.checkpoint on a module that gets their values"
+        )
 
 
 class Failure(NamedTuple):
@@ -294,6 +314,9 @@ class _Forward:
                 loss = self.loss(outputs)
             roots = event_recorder.note_ends(tensors_held_by(outputs), loss)
             has_loss = loss is not None
+            if inspect.iscoroutine(outputs):
+                # Python warns of one that nothing awaits
+                outputs.close()
             # from here on only the graph holds them
             del outputs, loss
             with on_fakes() if fixes is None else fixes.questions_allowed():

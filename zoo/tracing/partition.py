@@ -44,7 +44,7 @@ from zoo.models.model import Model
 from zoo.planner.event_cuts import useful_cuts
 from zoo.planner.step_events import Allocated, KernelRun, Saved, Viewed
 from zoo.profiling.step_profile import Outline
-from zoo.tracing.isolated_trace import StepTrace
+from zoo.tracing.isolated_trace import RunsLaterError, StepTrace
 from zoo.tracing.tracer import Call, Graph
 
 # kernels whose results a later kernel fills, or that copy a tensor for another layout
@@ -71,11 +71,21 @@ class _StorageUses:
 
 
 def partition(model: nn.Module, trace: StepTrace, blocks: Collection[str]) -> Outline:
-    """Cuts a model's training step into steps; `blocks` are the paths of its blocks."""
+    """Cuts a model's training step into steps; `blocks` are the paths of its blocks.
+
+    Raises:
+        RunsLaterError: the forward calls no operator.
+    """
     graph, uses_of = trace.graph, _uses_of(trace)
     calls = [
         call for call in graph.calls if call.index in uses_of and call.index < graph.model_operators
     ]
+    if not calls:
+        raise RunsLaterError(
+            f"the forward of {type(model).__name__} calls no operator before it returns, as one "
+            "that yields, awaits or returns a function, so that there is nothing to plan. Put "
+            "zoo.checkpoint on a module in it whose forward computes what it returns"
+        )
     functions = _functions(trace)
     starts = _useful(_cuts(calls, uses_of, functions), calls, trace)
     parts = [calls[start:end] for start, end in itertools.pairwise([*starts, len(calls)])]

@@ -22,7 +22,6 @@ import contextlib
 import functools
 import logging
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -65,11 +64,18 @@ from zoo.planner.plan import RoomyPlan
 from zoo.planner.schemes import SegmentsError
 from zoo.policy.budget import StepPlanner
 from zoo.policy.options import Option
+from zoo.profiling.isolation import PLANNING
 from zoo.profiling.progress import shown
 from zoo.profiling.step_profile import Outline
 from zoo.profiling.tensor_spec import tensors_held_by
 from zoo.tracing.forward_patch import Patch
-from zoo.tracing.isolated_trace import RealStep, StepTrace, TraceError, step_trace_of
+from zoo.tracing.isolated_trace import (
+    RealStep,
+    RunsLaterError,
+    StepTrace,
+    TraceError,
+    step_trace_of,
+)
 from zoo.tracing.partition import partition, paths_of
 from zoo.tracing.plan_cache import InputKind, PlanCache
 from zoo.tracing.switches import check_switches
@@ -78,8 +84,6 @@ from zoo.units import format_bytes
 
 # the fewest bytes of an output of which a warning says that a variable holds it
 LEAST_HELD = 1 << 20
-# serializes planning ahead, which copies of a model in several threads may ask for at once
-_PLANNING = threading.RLock()
 _log = logging.getLogger("zoo")
 
 
@@ -115,7 +119,12 @@ class BlockMark(Patch):
             conductor.leave()
 
     def _run_alone(self, args: Args, kwargs: Kwargs) -> PyTree:
-        """Runs the block where no plan is in force; warns if another method trains it."""
+        """Runs the block where no plan is in force; warns if another method trains it.
+
+        It is recomputed if the model's forward has returned already, as one that yields does.
+        """
+        if self.notices.runs_later and conducts():
+            return recompute(self.__wrapped__, *args, **kwargs)
         before = sequence_number()
         outputs = self.__wrapped__(*args, **kwargs)
         is_trained = sequence_number() != before and conducts()
@@ -148,6 +157,8 @@ class Notices:
     logged: set[str] = field(default_factory=set)
     # whether the forward of the model is being compiled
     is_compiled: bool = False
+    # whether the blocks run when the forward has returned
+    runs_later: bool = False
 
     def warn(self, what: str, text: str, *values: object) -> None:
         """Logs a warning, whose first value is the model's name."""
@@ -331,12 +342,15 @@ class PatchedForward(Patch):
                 "the arguments shows are known only then. The next of this kind is planned for",
             )
         if self.host is not None and self.host.is_full:
+            refused = f" ({self.host.error_text})" if self.host.error_text else ""
             self.notices.warn(
                 "host",
                 "the host has no room for all that a plan of %s offloads: what goes beyond %s "
-                "stays on its device, so that a step may take more than was planned. Raise "
-                "host_budget=, or lower the batch size",
+                "stays on its device, so that a step may take more than was planned%s. %s, or "
+                "lower the batch size",
                 format_bytes(self.host.allocated),
+                refused,
+                "Free host memory" if refused else "Raise host_budget=",
             )
         if conductor.kept_draws:
             self.notices.warn(
@@ -393,7 +407,8 @@ class PatchedForward(Patch):
         self._plan_traced(invocation, self._spec(invocation), self._trace_ahead(invocation))
 
     def _trace_ahead(self, invocation: Invocation) -> StepTrace:
-        return without_modes(step_trace_of, self.module(), invocation, self.option.step.loss)
+        with PLANNING:
+            return without_modes(step_trace_of, self.module(), invocation, self.option.step.loss)
 
     def _plan_traced(self, invocation: Invocation, spec: InputSpec, trace: StepTrace) -> None:
         operators = [*map(resolved, trace.graph.operators[: trace.graph.model_operators])]
@@ -407,15 +422,17 @@ class PatchedForward(Patch):
         For a kind of inputs that comes later, a plan that is not found is a warning.
         """
         try:
-            with _PLANNING:
+            with PLANNING:
                 # another thread may have made it meanwhile
                 return None if kind.branches else self.plan_ahead(invocation)
         except (ArgumentError, BudgetError, PlanError) as error:
             refused = error
-        if isinstance(refused, TraceError) and not self.option.binds_first_step:
+        binds = self.option.binds_first_step or isinstance(refused, RunsLaterError)
+        if isinstance(refused, TraceError) and not binds:
             # a real step may be traced
             return
-        if self.has_run or self._is_of_another_path(refused):
+        runs_later = isinstance(refused, RunsLaterError)
+        if self.has_run or runs_later or self._is_of_another_path(refused):
             self._go_by_blocks(kind, refused)
             return
         if isinstance(refused, TraceError) and refused.raised:
@@ -435,6 +452,13 @@ class PatchedForward(Patch):
     def _go_by_blocks(self, kind: InputKind, error: Exception) -> None:
         """Warns that inputs of this kind run block by block from now on."""
         self.latest, kind.can_be_planned = None, False
+        if isinstance(error, RunsLaterError):
+            self.notices.runs_later = True
+            what = (
+                "each of its blocks is recomputed as it runs" if self.marks else "it saves nothing"
+            )
+            self.notices.warn("later", "no plan is in force on %s, and %s: %s", what, error)
+            return
         text = "%s runs block by block: its forward cannot be planned for (%s)"
         _log.warning(text, self.notices.name, error)
 
@@ -478,13 +502,18 @@ class PatchedForward(Patch):
         except (ArgumentError, BudgetError, PlanError) as error:
             refusals = SegmentsError, BudgetError
             is_refused = self.option.binds_first_step or isinstance(error, refusals)
-            if not self.has_run and is_refused and not self._is_of_another_path(error):
+            runs_on = self.has_run or isinstance(error, RunsLaterError)
+            if not runs_on and is_refused and not self._is_of_another_path(error):
                 raise
             self._go_by_blocks(kind, error)
         return outputs
 
     def plan_for(self, traced: TracedForward) -> None:
         """Plans for a traced forward, unless there is a plan that serves it."""
+        with PLANNING:
+            self._plan_for(traced)
+
+    def _plan_for(self, traced: TracedForward) -> None:
         invocation, spec, trace, operators = traced
         self.traced = traced if self.keeps_trace else None
         kind, count = self.cache.kind_of(spec), self.cache.plannings(spec)
