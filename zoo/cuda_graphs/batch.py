@@ -9,13 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zoo._torch import PyTree, is_traceable_wrapper_subclass
+from zoo._torch import DisableTorchFunction, PyTree, is_traceable_wrapper_subclass
+from zoo.cuda_graphs.watched_values import PLAIN, bits_of, is_plain
 from zoo.errors import GraphError, shortened
 from zoo.invocation import Invocation
 from zoo.profiling.tensor_spec import flattened, tensors_held_by
-
-# types whose values a kind compares
-VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 
 
 class BatchKind(NamedTuple):
@@ -28,15 +26,21 @@ class BatchKind(NamedTuple):
     def of(cls, batch: Invocation) -> "BatchKind":
         """Describes the arguments of a step."""
         leaves, tree = flattened((batch.args, batch.kwargs))
-        return cls(str(tree), tuple(map(_leaf_kind, leaves)))
+        # a tensor that is passed twice is the same one in the graph, too
+        first = {id(leaf): number for number, leaf in reversed([*enumerate(leaves)])}
+        with DisableTorchFunction():
+            kinds = tuple((first[id(leaf)], *_leaf_kind(leaf)) for leaf in leaves)
+        return cls(str(tree), kinds)
 
 
-def _leaf_kind(leaf: object) -> object:
+def _leaf_kind(leaf: object) -> tuple[object, ...]:
     if not isinstance(leaf, Tensor):
-        # 1 == 1.0 == True; an object is another kind than any other
-        return type(leaf), leaf if isinstance(leaf, VALUES) else id(leaf)
+        # an object is another kind than any other
+        return type(leaf), bits_of(leaf) if is_plain(leaf) else id(leaf)
     strides = leaf.stride() if leaf.layout is torch.strided else None
-    return leaf.shape, strides, leaf.dtype, leaf.device, leaf.layout, leaf.requires_grad
+    about = leaf.shape, strides, leaf.dtype, leaf.device, leaf.layout, leaf.requires_grad
+    # with what the program has put on the tensor
+    return type(leaf), *about, *((key, *_leaf_kind(value)) for key, value in vars(leaf).items())
 
 
 def check_batch(batch: Invocation, device: torch.device) -> None:
@@ -56,7 +60,7 @@ def check_batch(batch: Invocation, device: torch.device) -> None:
                 f"for each replay; got {type(leaf).__name__}, an object that holds tensors. Pass "
                 "its tensors"
             )
-        elif not isinstance(leaf, VALUES):
+        elif not is_plain(leaf):
             raise GraphError(
                 f"a graphed step takes tensors and plain values; got {shortened(leaf)}, whose "
                 "changes a replay would not see. Let the step find it elsewhere"
@@ -89,7 +93,8 @@ class StaticBatch:
     """Tensors at fixed addresses with the numbers of the latest batch; the values as they are."""
 
     def __init__(self, batch: Invocation) -> None:
-        self.batch = batch.map(_static_copy)
+        copies: dict[int, Tensor] = {}
+        self.batch = batch.map(lambda tensor: copies.setdefault(id(tensor), _static_copy(tensor)))
         self.versions = [tensor._version for tensor in self.batch.tensors]
 
     def take(self, batch: Invocation) -> None:
@@ -103,12 +108,23 @@ class StaticBatch:
         return next((tensor for tensor, version in pairs if tensor._version != version), None)
 
 
+def in_own_memory(batch: Invocation) -> Invocation:
+    """Returns a batch whose tensors share no memory with one another, as those of a graph."""
+    tensors = {id(tensor): tensor for tensor in batch.tensors}.values()
+    storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+    return batch if len(storages) == len(tensors) else StaticBatch(batch).batch
+
+
 def _static_copy(tensor: Tensor) -> Tensor:
-    """Returns a tensor with the numbers and the strides of another, in memory of its own."""
-    static = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    _copy_numbers(static, tensor)
+    """Returns a tensor like another in memory of its own, with what the program has put on it."""
+    with DisableTorchFunction():
+        static = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        _copy_numbers(static, tensor)
+        if type(tensor) is not Tensor:
+            static = static.as_subclass(type(tensor))  # type: ignore[arg-type]
+    vars(static).update(vars(tensor))
     return static
 
 
@@ -116,7 +132,8 @@ def _static_copy(tensor: Tensor) -> Tensor:
 def _copy_numbers(static: Tensor, tensor: Tensor) -> None:
     # of an expanded dimension once
     once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
-    static[once].copy_(tensor[once], non_blocking=True)
+    with DisableTorchFunction():
+        static[once].copy_(tensor[once], non_blocking=True)
 
 
 def own_outputs(outputs: PyTree) -> PyTree:
@@ -127,7 +144,7 @@ def own_outputs(outputs: PyTree) -> PyTree:
     """
     leaves, _ = flattened(outputs)
     for leaf in leaves:
-        if not isinstance(leaf, (Tensor, *VALUES)):
+        if not isinstance(leaf, (Tensor, *PLAIN)):
             raise GraphError(
                 f"a graphed step returns tensors and plain values in tuples, lists and dicts; got "
                 f"{shortened(leaf)}, which a replay would not renew. Return its tensors"

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from zoo._torch import PyTree, end_failed_capture
+from zoo.cuda_graphs.audit import AuditSchedule
 from zoo.cuda_graphs.batch import StaticBatch, detached, own_outputs
-from zoo.cuda_graphs.python_state import PythonState
+from zoo.cuda_graphs.guards import Guards
 from zoo.cuda_graphs.step_observer import Observation
 from zoo.engine.devices import whole_step_captured
+from zoo.engine.tensor_state import storage_of
 from zoo.errors import GraphError, ZooError
 from zoo.invocation import Invocation
 
@@ -161,7 +163,10 @@ class CapturedStep:
     """A graph of a training step, with the memory of its batch and of what it returns.
 
     Attributes:
-        state: what the Python of the step may have read when it was captured.
+        state: what the guards saw when it was captured.
+        record: what the step did when it was captured; with it live the tensors that it read.
+        schedule: when its next audits are.
+        right: the last call that was known to be the step's.
     """
 
     def __init__(
@@ -170,10 +175,11 @@ class CapturedStep:
         step: Callable[..., PyTree],
         batch: Invocation,
         *,
-        state: PythonState,
+        state: Guards,
         eager: Observation,
         unread: set[str],
         pool: Pool,
+        schedule: AuditSchedule,
     ) -> None:
         """Captures the step; no kernel of it runs.
 
@@ -185,7 +191,8 @@ class CapturedStep:
         Raises:
             GraphError: the step cannot be captured; gradients are as before.
         """
-        self.static, self.state = StaticBatch(batch), state
+        self.step, self.static, self.state = step, StaticBatch(batch), state
+        self.schedule, self.right = schedule, 0
         before = [(location, location.read()) for location in state.tensors]
         try:
             for location in state.tensors:
@@ -194,8 +201,8 @@ class CapturedStep:
                     location.write(None)
             run = functools.partial(self.static.batch.on, step)
             observe = functools.partial(Observation, run, state, self.static.batch.tensors)
-            self.graph, captured, self.outputs = graphs.capture(observe, pool, state.generators)
-            self._check(eager, captured)
+            self.graph, self.record, self.outputs = graphs.capture(observe, pool, state.generators)
+            self._check(eager, self.record)
         except BaseException:
             for location, tensor in before:
                 if location.read() is not tensor:
@@ -207,8 +214,6 @@ class CapturedStep:
 
     def _check(self, eager: Observation, captured: Observation) -> None:
         """Refuses a capture that is not what the step did eagerly, or did more than replays do."""
-        # alive as long as the graph, which reads them
-        self.outside = captured.outside
         if (tensor := self.static.written()) is not None:
             raise GraphError(
                 f"the step writes a tensor {tuple(tensor.shape)} of its batch in place, which a "
@@ -229,3 +234,35 @@ class CapturedStep:
         for location, tensor in self.left:
             location.write(tensor)
         return own_outputs(self.outputs)
+
+    def audit(self, graphs: DeviceGraphs, batch: Invocation) -> tuple[PyTree, str | None]:
+        """Runs the step eagerly on a batch, in the place of a replay.
+
+        Returns what the step returns, and how it differed from what was captured. What the capture
+        left, as gradients, lies afterwards where replays write it, with the numbers of this step.
+        """
+        run = functools.partial(graphs.run_eagerly, functools.partial(batch.on, self.step))
+        observed = Observation(run, self.state, batch.tensors)
+        difference = self._difference(observed)
+        if difference is not None:
+            return detached(observed.take_outputs()), difference
+        for location, tensor in self.left:
+            now = location.read()
+            if now is not tensor and storage_of(tensor) is not None:
+                tensor.detach().copy_(now.detach())
+            location.write(tensor)
+        return own_outputs(observed.take_outputs()), None
+
+    def _difference(self, observed: Observation) -> str | None:
+        difference = self.record.difference(observed, "now")
+        for location, tensor in self.left:
+            if difference is None and _size(location.read()) != _size(tensor):
+                difference = f"it leaves other memory in {location.name} now, or none"
+        if observed.obstacle is None:
+            return difference
+        # the way out is that of the step's first call
+        return f"{observed.obstacle.what} ({difference}); {observed.obstacle.way_out}"
+
+
+def _size(tensor: Any) -> object:
+    return tensor.size() if isinstance(tensor, torch.Tensor) else None

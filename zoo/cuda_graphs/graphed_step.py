@@ -1,9 +1,10 @@
-"""`zoo.make_graphed_step`: a whole training step as a CUDA graph, exact and never stale.
+"""`zoo.make_graphed_step`: a whole training step as a CUDA graph, guarded and audited.
 
 `torch.cuda.make_graphed_callables` captures a forward and a backward, each as a graph of its own,
 and leaves it to the program to notice when they no longer hold. Here forward, backward, optimizer
-and what else the step does are one graph, so that not a kernel waits for Python, and each call
-looks first at all that Python would have read:
+and what else the step does are one graph, so that not a kernel waits for Python. Each call looks
+first at what can be named (`guards`); now and then one is the step itself, whose kernels and
+numbers are compared with the graph's (`audit`):
 
     call      kind of batch      Python around it         the step
     1, 2, 3   new                                         runs eagerly, and is observed
@@ -11,6 +12,7 @@ looks first at all that Python would have read:
     5         the same           the same                 is replayed: no Python, a copied batch
     6         the same           another learning rate    runs eagerly, later captured anew
     n         the epoch's last   the same                 runs eagerly, as it is rare
+    8, 9      the same           the same                 runs eagerly, and is compared
 """
 
 import logging
@@ -25,9 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zoo._torch import PyTree, is_traceable_wrapper_subclass
-from zoo.cuda_graphs.batch import BatchKind, check_batch, detached, own_outputs
+from zoo.cuda_graphs.audit import AuditSchedule, Ranks, checked_distance
+from zoo.cuda_graphs.batch import BatchKind, check_batch, detached, in_own_memory, own_outputs
 from zoo.cuda_graphs.capture import CapturedStep, DeviceGraphs, Pool, graphs_on
-from zoo.cuda_graphs.python_state import PythonState
+from zoo.cuda_graphs.guards import Guards
 from zoo.cuda_graphs.step_observer import Observation
 from zoo.errors import ArgumentError, GraphError, shortened
 from zoo.invocation import Invocation, device_of
@@ -57,7 +60,7 @@ class Trial:
         is_repeated: whether a later call that began alike did the same.
     """
 
-    state: PythonState
+    state: Guards
     observation: Observation
     is_repeated: bool = False
 
@@ -83,26 +86,33 @@ class GraphedStep:
 
     Attributes:
         eager, captures, replays: how many calls ran eagerly, captured a graph, replayed one.
+        audits: how many calls ran eagerly in the place of a replay, and were compared with it.
     """
 
     def __init__(
-        self, step: Callable[..., Any], models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+        self,
+        step: Callable[..., Any],
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        check_every: int | None = None,
     ) -> None:
         self.step, self.models, self.optimizers = step, models, optimizers
-        self.eager = self.captures = self.replays = 0
+        self.eager = self.captures = self.replays = self.audits = self._calls = 0
+        self.check_every, self._ranks = check_every, Ranks(models, check_every)
         self._name = getattr(step, "__name__", type(step).__name__)
         # the most recently used last
         self._kinds: dict[BatchKind, Kind] = {}
         self._graphs: list[CapturedStep] = []
         self._pool: Pool | None = None
-        self._is_warned = False
+        self._is_warned = self._has_captured = False
         self._check_program()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Trains one step; returns what the step returns, in tensors of its own.
 
         Raises:
-            GraphError: a graph cannot do what the step does; nothing of this call has run.
+            GraphError: a graph cannot do what the step does, and nothing of this call has run; or
+                an audit has noticed a change, and what the step returns is in `result`.
         """
         batch, device = Invocation(args, kwargs), device_of(self.models[0])
         graphs = graphs_on(device)
@@ -111,14 +121,60 @@ class GraphedStep:
             return detached(batch.on(self.step))
         check_batch(batch, device)
         self._check_autocast(device)
+        self._calls += 1
+        is_audit_of_all = self._ranks.are_many and self._ranks.schedule.is_due()
+        outputs, difference = self._train(graphs, batch, device, is_audit_of_all)
+        rank = None
+        if is_audit_of_all:
+            has_captured, self._has_captured = self._has_captured, False
+            rank = self._ranks.learn(difference is not None, has_captured, device)
+        if difference is not None or rank is not None:
+            self._raise_difference(outputs, difference, rank)
+        return outputs
+
+    def _train(
+        self, graphs: DeviceGraphs, batch: Invocation, device: torch.device, is_audit_of_all: bool
+    ) -> tuple[PyTree, str | None]:
+        """Trains one step; returns what it returns, and how it differed from its graph."""
         kind = self._kind_of(batch)
         kind.calls += 1
         for captured in reversed(kind.graphs):
             if captured.state.change() is None:
-                return self._replay(captured, batch)
+                is_due = is_audit_of_all if self._ranks.are_many else captured.schedule.is_due()
+                if is_due:
+                    return self._audit(graphs, captured, in_own_memory(batch))
+                return self._replay(captured, batch), None
         if (trial := self._trial_to_capture(kind)) is not None:
-            return self._replay(self._capture(graphs, kind, trial, batch, device), batch)
-        return own_outputs(self._run_eagerly(graphs, kind, batch, device))
+            return self._replay(self._capture(graphs, kind, trial, batch, device), batch), None
+        outputs = self._run_eagerly(graphs, kind, in_own_memory(batch), device)
+        return own_outputs(outputs), None
+
+    def _audit(
+        self, graphs: DeviceGraphs, captured: CapturedStep, batch: Invocation
+    ) -> tuple[PyTree, str | None]:
+        self.audits += 1
+        outputs, difference = captured.audit(graphs, batch)
+        if difference is None:
+            captured.right = self._calls
+            return outputs, None
+        return outputs, (
+            f"{difference}. The graph was right in call {captured.right}; replays since then may "
+            "have trained by what was so before"
+        )
+
+    def _raise_difference(self, outputs: PyTree, difference: str | None, rank: int | None) -> None:
+        """Drops all graphs and raises what an audit has noticed."""
+        self._drop([*self._graphs])
+        for kind in self._kinds.values():
+            kind.trials.clear()
+        what = difference or f"see the error of rank {rank}"
+        raise GraphError(
+            f"{self._name} is no longer what its CUDA graph does, in call {self._calls}: {what}. "
+            "This call ran eagerly and is right; the next ones do until they are captured anew. Go "
+            "back to what was saved before; keep what changes in a tensor on the device, pass it "
+            "with the batch, call reset() after a change, or lower check_every",
+            result=outputs,
+        )
 
     def reason(self) -> str:
         """Returns why calls ran eagerly that were not the first ones; '' if none did."""
@@ -192,7 +248,9 @@ class GraphedStep:
             eager=trial.observation,
             unread=trial.state.unread,
             pool=pool,
+            schedule=AuditSchedule(self.check_every),
         )
+        captured.right, self._has_captured = self._calls, True
         self._pool = pool
         self._drop(self._graphs[: 1 - MOST_GRAPHS] if len(self._graphs) >= MOST_GRAPHS else ())
         self._graphs.append(captured)
@@ -203,7 +261,7 @@ class GraphedStep:
         _log.info("%s: captured a CUDA graph for %s", self._name, shortened(shapes))
         return captured
 
-    def _state(self, device: torch.device) -> PythonState:
+    def _state(self, device: torch.device) -> Guards:
         optimizers = {f"optimizer {n}": each for n, each in enumerate(self.optimizers)}
         if len(self.optimizers) == 1:
             optimizers = {"optimizer": self.optimizers[0]}
@@ -211,7 +269,7 @@ class GraphedStep:
         if len(self.models) == 1:
             models = {"model": self.models[0]}
         # the last is walked first
-        return PythonState({self._name: self.step, **optimizers, **models}, device)
+        return Guards({self._name: self.step, **optimizers, **models}, device)
 
     def _run_eagerly(
         self, graphs: DeviceGraphs, kind: Kind, batch: Invocation, device: torch.device
@@ -321,6 +379,7 @@ def make_graphed_step(
     *,
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer],
+    check_every: int | None = 256,
 ) -> GraphedStep:
     """Makes a CUDA graph of a whole training step.
 
@@ -328,19 +387,22 @@ def make_graphed_step(
         for images, labels in batches:
             losses.append(train(images.cuda(), labels.cuda()))
 
-    Each call is one training step, bit for bit the one that `step` would have been: eager, captured
-    or replayed, as docs/cuda-graphs.md says. Eight graphs are kept, in one pool of memory. Random
-    numbers of the device advance as in eager steps. On a device without graphs the step runs as it
-    is.
+    Each call is one training step: eager, captured or replayed, as docs/cuda-graphs.md says. A
+    change that can be named captures anew before a replay; any other that changes a kernel or a
+    number is noticed by an audit, a call that runs eagerly and is compared. Eight graphs are kept,
+    in one pool of memory. Random numbers of the device advance as in eager steps. On a device
+    without graphs the step runs as it is.
 
     Args:
         step: takes a batch on the device and does all of a training step.
         model: the model that it trains, or several.
         optimizer: the optimizer that it steps, or several.
+        check_every: calls between two audits, on average; fewer after a capture, None for none.
 
     Raises:
-        ArgumentError: no function, module or optimizer.
-        GraphError: now, or before anything of a call has run: the step reads numbers out of tensors
+        ArgumentError: no function, module, optimizer or number of calls.
+        GraphError: an audit noticed a change: the error's `result` is what its step returned. Or,
+            now or before anything of a call has run: the step reads numbers out of tensors
             (`.item()`, a GradScaler), draws random numbers on the host or changes Python values; an
             optimizer without `capturable=True`; a batch on another device, with objects, or that
             requires gradients.
@@ -358,4 +420,4 @@ def make_graphed_step(
                 )
     if not models:
         raise ArgumentError("make_graphed_step needs the model that the step trains; got none")
-    return GraphedStep(step, models, optimizers)
+    return GraphedStep(step, models, optimizers, checked_distance(check_every))

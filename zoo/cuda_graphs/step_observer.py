@@ -1,15 +1,16 @@
-"""Observes an eager step: whether a graph of it would do what its Python does.
+"""Observes a step: what a graph would make constant of what its Python does.
 
-A dispatch mode writes down what a graph would make constant: which kernels run, their numbers, and
-the addresses of tensors from outside of the step that they read. Where two steps that begin alike
-are written down alike, a graph of one of them does what the next one would have done:
+A dispatch mode below autograd writes down which kernels run, their numbers, and of each tensor
+where it comes from and how it lies there. Where two steps that begin alike are written down alike,
+a graph of one of them does what the next one would have done:
 
-    aten.mul.Tensor    (the address of a weight, 0.9)     0.81 in the next step: a number that
-                                                          Python changes from step to step
+    aten.mul.Tensor    (model.0.weight, 0.9)     0.81 in the next step: a number that Python
+                                                 changes from step to step
+    aten.add.Tensor    (result 0 of kernel 7, the batch's tensor 1)
 
-What no graph can do is an obstacle: a number that is read out of a tensor, kernels on the host or
-copies from it, numbers that are drawn on the host, and values that the step itself changes, which
-replays would leave as they are.
+Numbers on the device are never read. What no graph can do is an obstacle: a number that is read out
+of a tensor, kernels on the host or copies from it, numbers that are drawn on the host, and values
+that the step itself changes, which replays would leave as they are.
 """
 
 import os
@@ -25,13 +26,15 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from zoo._torch import Args, Kwargs, Operator, PyTree, pytree
-from zoo.cuda_graphs.batch import VALUES
-from zoo.cuda_graphs.python_state import PythonState
+from zoo.cuda_graphs.guards import Guards
+from zoo.cuda_graphs.watched_values import is_plain, is_same
+from zoo.engine import tensor_state
 from zoo.engine.recorder import KernelMode
 from zoo.engine.segments import thread
-from zoo.engine.tensor_state import storage_of
+from zoo.engine.tensor_state import gone
 from zoo.errors import shortened
 from zoo.profiling.source_location import line_of_frame
+from zoo.profiling.tensor_spec import flattened
 
 # kernels whose results depend on the numbers of tensors
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -46,8 +49,10 @@ WAYS_OUT = {
     "swa_utils.py": "call update_parameters after the step",
 }
 KEEP_ON_DEVICE = "keep it on the device: with torch.where, masks, or an index of fixed size"
-# stands for a tensor that the step made itself
-OWN = "a tensor of the step"
+# the names of storages that nothing has written yet, and of those with which kernels say which
+# random numbers they drew: so many numbers on the host, and in a capture on the device
+EMPTY, SEED = "empty memory", "a seed"
+SEEDS, MOST_SEEDS = (torch.int64, torch.uint64), 2
 
 
 class Obstacle(NamedTuple):
@@ -61,46 +66,69 @@ class Obstacle(NamedTuple):
         return f"{self.what}; {self.way_out}"
 
 
-class Address(NamedTuple):
-    """The address of a tensor from before the step."""
+class Operand(NamedTuple):
+    """A tensor that a kernel is given: where it comes from, and how it lies in that storage.
 
-    value: int
+    Attributes:
+        origin: text, or the address of another storage from before the step.
+    """
+
+    origin: str | int
+    offset: int = 0
+    sizes: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        """Says what it is."""
+        outside = "another tensor from before the step"
+        origin = outside if isinstance(self.origin, int) else self.origin
+        return f"{origin} {tuple(self.sizes)}"
+
+
+# a tensor that the step made, where no mode saw it
+UNSEEN = Operand("a tensor of the step")
 
 
 class ObservedKernel(NamedTuple):
-    """A kernel that ran, and the plain values and addresses among its arguments."""
+    """A kernel that ran, and its arguments: plain values, and operands for tensors."""
 
     name: str
     values: tuple[object, ...]
 
-    def difference(self, other: "ObservedKernel") -> str | None:
-        """Returns how another call differs; None if it does not."""
+    def difference(self, other: "ObservedKernel", now: str) -> str | None:
+        """Returns how another call differs, which is `now`; None if it does not."""
         if self.name != other.name:
-            return f"it runs {self.name} in one step, and {other.name} in the next"
+            return f"it runs {self.name}, and {other.name} {now}"
         for value, later in zip(self.values, other.values, strict=False):
-            if value == later:
-                continue
-            if isinstance(value, Address) or isinstance(later, Address):
-                return f"{self.name} reads a tensor from before the step, another in each step"
-            return f"{self.name} is given {shortened(value)}, and {shortened(later)} in the next"
+            # most are operands, whose parts have types of their own
+            if not (type(value) is Operand and value == later) and not is_same(value, later):
+                return f"{self.name} is given {_text(value)}, and {_text(later)} {now}"
+        if len(self.values) != len(other.values):
+            return f"{self.name} is given {len(self.values)} values, {len(other.values)} {now}"
         return None
 
 
+def _text(value: object) -> str:
+    return str(value) if isinstance(value, Operand) else shortened(value)
+
+
 class Observation:
-    """What a step did that ran eagerly.
+    """What a step did.
 
     Attributes:
         obstacle: what a graph of it cannot do; None if nothing was found.
-        calls: its kernels.
+        calls: its kernels, and as the last one what it returns.
         storages: storages from before the step that kernels read, by their addresses.
         outside: the ones among them in which no tensor of the state lies.
+        left: for the names of tensors of the state, what is there now.
         replaced: where tensors were kept that the step has replaced without reading them.
     """
 
     def __init__(
         self,
         step: Callable[[], PyTree],
-        state: PythonState,
+        state: Guards,
         batch: Iterable[Tensor],
     ) -> None:
         device = state.device
@@ -114,30 +142,36 @@ class Observation:
             )
         generators = _host_generators(state)
         # weakly: the step may free them; another one may come to lie at the same address
-        pairs = ((location, location.read()) for location in state.tensors)
-        tensors = [(where, ref(tensor)) for where, tensor in pairs if isinstance(tensor, Tensor)]
-        of_state = {location.storage for location in state.tensors}
-        with _Observer(self, batch, of_state, device):
+        pairs = [(location, location.read()) for location in state.tensors]
+        before = [(where, gone if tensor is None else ref(tensor)) for where, tensor in pairs]
+        del pairs
+        observer = _Observer(self, batch, state)
+        with observer:
             self._outputs: PyTree = step()
+        leaves, structure = flattened(self._outputs)
+        returned = str(structure), *map(observer.value, leaves)
+        self.calls.append(ObservedKernel("what it returns", returned))
         if generators != _host_generators(state):
             self.note(
                 "it draws random numbers on the host, which replays would not draw again",
                 f"draw them on {device}, or before the step and pass them as a tensor",
             )
-        for values in state.values:
-            if (difference := values.change()) is not None:
-                self.note(
-                    f"it changes {difference}, which replays would leave as it is",
-                    "change it after the step, or keep it in a tensor that is written in place",
-                )
+        if (difference := state.changed_by_step()) is not None:
+            self.note(
+                f"it changes {difference}, which replays would leave as it is",
+                "change it after the step, or keep it in a tensor that is written in place",
+            )
         self.replaced = [
             location
-            for location, tensor in tensors
-            if (tensor() is None or location.read() is not tensor())
+            for location, tensor in before
+            if tensor is not gone
+            and (tensor() is None or location.read() is not tensor())
             and location.storage not in self.storages
         ]
+        of_state = {location.storage for location in state.tensors}
         pairs_outside = (pair for pair in self.storages.items() if pair[0] not in of_state)
         self.outside = [storage for _, storage in pairs_outside]
+        self.left = {where.name: observer.left(where.read(), tensor()) for where, tensor in before}
         self.storages.clear()
 
     def take_outputs(self) -> PyTree:
@@ -150,14 +184,33 @@ class Observation:
         if self.obstacle is None:
             self.obstacle = Obstacle(what, way_out)
 
-    def difference(self, later: "Observation") -> str | None:
-        """Returns how a later step differed; None if it did not."""
-        for call, other in zip(self.calls, later.calls, strict=False):
-            if (text := call.difference(other)) is not None:
-                return text
+    def difference(self, later: "Observation", now: str = "in the next") -> str | None:
+        """Returns how a later step differed, which is `now`; None if it did not."""
+        pairs = zip(self.calls, later.calls, strict=False)
+        for number, (call, other) in enumerate(pairs):
+            if (text := call.difference(other, now)) is not None:
+                return f"{text} (kernel {number} of {len(self.calls) - 1})"
         if len(self.calls) != len(later.calls):
-            return f"it runs {len(self.calls)} kernels in one step, {len(later.calls)} in the next"
+            return f"it runs {len(self.calls)} kernels, {len(later.calls)} {now}"
+        for name in self.left.keys() & later.left.keys():
+            if not is_same(left := self.left[name], is_left := later.left[name]):
+                return f"it leaves {_text(left)} in {name}, and {_text(is_left)} {now}"
         return None
+
+
+class Origin(NamedTuple):
+    """Where a storage comes from.
+
+    Attributes:
+        storage: weakly; another one may come to have its number.
+        offset: where in it the tensor begins that is called so.
+        is_own: whether the step was given it, or made it.
+    """
+
+    storage: Callable[[], object]
+    name: str
+    offset: int
+    is_own: bool
 
 
 class _Observer(KernelMode):  # type: ignore[no-untyped-call]
@@ -165,27 +218,32 @@ class _Observer(KernelMode):  # type: ignore[no-untyped-call]
 
     keeps_compiled = True
 
-    def __init__(
-        self,
-        observation: Observation,
-        batch: Iterable[Tensor],
-        of_state: set[int],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, observation: Observation, batch: Iterable[Tensor], state: Guards) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.observation, self.of_state, self.device = observation, of_state, device
-        # storages of the batch, and those that the step makes
-        self.own: set[int] = set()
-        # storages of what kernels return to say which random numbers they drew: on the host, and in
-        # a capture on the device
-        self.seeds: set[int] = set()
-        self._add_own(batch)
+        self.observation, self.device = observation, state.device
+        # by the numbers of storages
+        self.origins: dict[int, Origin] = {}
+        self.of_state = {location.storage for location in state.tensors}
+        for location in reversed(state.tensors):
+            tensor = location.read()
+            if location.storage > 0 and tensor is not None:
+                self._note(tensor, location.name, is_own=False)
+        for number, tensor in enumerate(batch):
+            self._note(tensor, f"tensor {number} of the batch", offset=int(tensor.storage_offset()))
 
-    def _add_own(self, tensors: Iterable[object]) -> None:
-        self.own.update(_number(leaf) for leaf in tensors if isinstance(leaf, Tensor))
+    def _note(self, tensor: Tensor, name: str, *, offset: int = 0, is_own: bool = True) -> None:
+        if (storage := storage_of(tensor)) is not None:
+            self.origins[storage._cdata] = Origin(ref(storage), name, offset, is_own)
+
+    def _origin(self, tensor: Tensor) -> Origin | None:
+        """Returns where a tensor's storage comes from; None if no mode saw it being made."""
+        storage = storage_of(tensor)
+        origin = None if storage is None else self.origins.get(storage._cdata)
+        return origin if origin is not None and origin.storage() is storage else None
 
     def _is_own(self, tensor: Tensor) -> bool:
-        return storage_of(tensor) is None or _number(tensor) in self.own
+        origin = self._origin(tensor)
+        return storage_of(tensor) is None or (origin is not None and origin.is_own)
 
     def _is_copy(self, tensor: Tensor) -> bool:
         """Returns whether a kernel that is replayed reads a copy, which no mode saw being made."""
@@ -200,33 +258,50 @@ class _Observer(KernelMode):  # type: ignore[no-untyped-call]
     ) -> PyTree:
         """Runs a kernel and writes it down."""
         leaves = pytree.tree_leaves((args, kwargs))
+        calls, inputs = self.observation.calls, [x for x in leaves if isinstance(x, Tensor)]
         is_lifted = getattr(func, "_schema", None) is not None and func._schema.name == LIFTED
         if is_lifted:
-            self._add_own(leaves)
-        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        before = {*map(_number, inputs)}
+            self._note(inputs[0], f"the constant of kernel {len(calls)}")
         if func not in IDLE:
-            values = tuple(map(self._value, leaves))
-            self.observation.calls.append(ObservedKernel(str(func), values))
+            calls.append(ObservedKernel(str(func), (*(kwargs or {}), *map(self.value, leaves))))
+        before = {*map(_number, inputs)}
         out = func(*args, **kwargs or {})
         results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-        self._add_own(tensor for tensor in results if _number(tensor) not in before)
-        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-            self.seeds.update(map(_number, filter(self._is_on_host, results)))
+        self._note_results(func, results, before)
         if self.observation.obstacle is None:
             self._look_for_obstacle(func, inputs, results, is_lifted)
         return out
 
-    def _value(self, leaf: object) -> object:
+    def _note_results(self, func: Operator, results: list[Tensor], inputs: set[int]) -> None:
+        """Notes which kernel made new storages, or filled those that were empty before."""
+        kernel, draws = len(self.observation.calls) - 1, torch.Tag.nondeterministic_seeded
+        for index, tensor in enumerate(results):
+            is_new, origin = _number(tensor) not in inputs, self._origin(tensor)
+            if not is_new and (origin is None or func in IDLE or origin.name != EMPTY):
+                continue
+            name = EMPTY if func in IDLE else f"result {index} of kernel {kernel}"
+            is_seed = draws in getattr(func, "tags", ()) and tensor.dtype in SEEDS
+            self._note(tensor, SEED if is_seed and tensor.numel() <= MOST_SEEDS else name)
+
+    def left(self, now: object, before: object) -> object:
+        """Returns what stands for a tensor that is where another one was before the step."""
+        return "what was there" if now is before else self.value(now)
+
+    def value(self, leaf: object) -> object:
         """Returns what a graph makes constant of an argument of a kernel."""
         if not isinstance(leaf, Tensor):
-            return leaf if isinstance(leaf, VALUES) else type(leaf).__name__
-        storage = storage_of(leaf)
-        if storage is None or self._is_own(leaf) or self._is_copy(leaf):
-            is_number = self._is_on_host(leaf) and leaf.numel() == 1
-            return leaf.tolist() if is_number and _number(leaf) not in self.seeds else OWN
-        self.observation.storages[storage.data_ptr()] = storage
-        return Address(storage.data_ptr() + int(leaf.storage_offset()) * leaf.itemsize)
+            return leaf if is_plain(leaf) else type(leaf).__name__
+        storage, origin = storage_of(leaf), self._origin(leaf)
+        is_seed = origin is not None and origin.name == SEED
+        if storage is None or is_seed or (origin is None and self._is_copy(leaf)):
+            return UNSEEN
+        if self._is_on_host(leaf) and leaf.numel() == 1 and self._is_own(leaf):
+            return leaf.tolist()
+        if origin is None or not origin.is_own:
+            self.observation.storages[storage.data_ptr()] = storage
+        name, begin = (storage.data_ptr(), 0) if origin is None else (origin.name, origin.offset)
+        begin = int(leaf.storage_offset()) - begin
+        return Operand(name, begin, leaf.size(), leaf.stride(), leaf.dtype)
 
     def _look_for_obstacle(
         self, func: Operator, inputs: list[Tensor], results: list[Tensor], is_lifted: bool
@@ -251,6 +326,15 @@ class _Observer(KernelMode):  # type: ignore[no-untyped-call]
         self.observation.note(f"{func}{here} {what}", _way_out(frame) or way_out)
 
 
+def storage_of(tensor: Tensor) -> UntypedStorage | None:
+    """Returns the storage of a tensor; None for one without memory, as that of a freed gradient."""
+    storage = tensor_state.storage_of(tensor)
+    try:
+        return storage if storage is None or storage.data_ptr() >= 0 else None
+    except RuntimeError:
+        return None
+
+
 def _number(tensor: Tensor) -> int:
     """Returns the number of a tensor's storage, as long as that lives; 0 without one."""
     storage = storage_of(tensor)
@@ -265,7 +349,7 @@ def _way_out(frame: FrameType | None) -> str | None:
     return None
 
 
-def _host_generators(state: PythonState) -> bytes:
+def _host_generators(state: Guards) -> bytes:
     """Returns the states of the generators of random numbers on the host."""
     numpy = sys.modules.get("numpy")
     on_host = [

@@ -1,26 +1,73 @@
-"""Values and tensors that Python reads, as they were, and how they are now.
+"""Values that a training step may read, as they were, and whether they still are.
 
-Plain values are compared by value, objects by identity, and tensors by their addresses: by whether
-they require a gradient, too, and whether they have one.
+Plain values are compared by type and bits, parameters and objects by identity, other tensors by
+where they lie. None of the program's own code runs: a class may compare, iterate or hand out
+attributes in its own way, without end or with an error.
 """
 
-import functools
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FunctionType, MethodType
+import types
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from zoo.cuda_graphs.batch import VALUES
-from zoo.engine.tensor_state import storage_of
 from zoo.errors import shortened
 
-# what a variable without a value has, and the address of no tensor
-MISSING, NOWHERE = object(), -1
-# bytes of an array whose numbers are compared, at most
-LARGEST_ARRAY = 1 << 16
+# types whose values are compared; a subclass is compared as they are
+PLAIN = (
+    int, float, complex, str, bytes, types.NoneType, torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
+# exact values of their subclasses, by methods that these cannot replace
+CANONICAL: dict[type, Callable[[Any], Any]] = {
+    int: lambda value: int.__add__(value, 0),
+    float: float.__repr__,
+    complex: complex.__repr__,
+    str: str.__str__,
+    bytes: lambda value: bytes.__add__(value, b""),
+}
+# what a variable without a value has, and a tensor that is not compared by identity
+MISSING, TENSOR = object(), object()
+# nested tuples are compared by value to this depth
+DEEPEST_TUPLE = 4
+Read = Callable[[], tuple[Any, ...]]
+Write = Callable[[Any, Any], object]
+
+
+def is_plain(value: object) -> bool:
+    """Returns whether a value is compared, not its identity."""
+    return issubclass(type(value), PLAIN)
+
+
+def is_tensor(value: object) -> bool:
+    """Returns whether a value is a tensor; a proxy that says so is none."""
+    return issubclass(type(value), Tensor)
+
+
+def bits_of(value: Any) -> Any:
+    """Returns what tells a plain value from others of its type: -0.0 is not 0.0, nan is nan."""
+    kind = type(value)
+    exact = (canonical for base, canonical in CANONICAL.items() if issubclass(kind, base))
+    return next(exact, lambda value: value)(value)
+
+
+def is_same(value: Any, other: Any, depth: int = DEEPEST_TUPLE) -> bool:
+    """Compares plain values by type and bits, tuples by what is in them, others by identity."""
+    kind = type(value)
+    if value is other or (value is TENSOR and is_tensor(other)):
+        return True
+    if kind is not type(other):
+        return False
+    if issubclass(kind, PLAIN):
+        return bool(bits_of(value) == bits_of(other))
+    if issubclass(kind, tuple):
+        pair = [(*tuple.__iter__(value),), (*tuple.__iter__(other),)]
+        alike = depth > 0 and len(pair[0]) == len(pair[1])
+        return alike and all(is_same(one, two, depth - 1) for one, two in zip(*pair, strict=True))
+    if kind is types.MethodType:
+        return value.__self__ is other.__self__ and value.__func__ is other.__func__
+    return False
 
 
 class StateChange(NamedTuple):
@@ -32,192 +79,75 @@ class StateChange(NamedTuple):
 
     def __str__(self) -> str:
         """Says what it was and what it is."""
-        if isinstance(self.before, VALUES) and isinstance(self.now, VALUES):
+        if is_plain(self.before) and is_plain(self.now):
             return f"{self.name} ({shortened(self.before)}, now {shortened(self.now)})"
         return self.name
 
 
-class ContainerValues:
-    """The values of a container, as they were when this was made."""
+class WatchedValues:
+    """The values that a container, an object or a function holds, as they were.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.before = self.read()
+    Attributes:
+        is_counter: whether they advance by being read, as an iterator does.
+    """
 
-    def read(self) -> tuple[Any, ...]:
-        """Returns the values that are there now."""
-        raise NotImplementedError
+    def __init__(
+        self,
+        name: str,
+        read: Read,
+        keys: Sequence[Hashable] = (),
+        write: Write | None = None,
+        *,
+        is_counter: bool = False,
+    ) -> None:
+        self.name, self.read, self.keys, self.write = name, read, keys, write
+        self.is_counter = is_counter
+        found = read()
+        self.tensors = [*self._tensors(found)]
+        # a tensor is not kept alive, nor its graph of autograd
+        self.before = tuple(TENSOR if _is_passing(value) else value for value in found)
 
     def name_of(self, index: int) -> str:
         """Returns the name of the value at an index."""
-        raise NotImplementedError
-
-    def set(self, index: int, value: Any) -> None:
-        """Writes the value at an index, a tensor."""
-        raise NotImplementedError
+        if index >= len(self.keys):
+            return self.name
+        key = self.keys[index]
+        if type(key) is not str:
+            return f"{self.name}[{index}]"
+        return f"{self.name}.{key}" if self.name else key
 
     def change(self) -> StateChange | None:
         """Returns the first value that has changed; tensors are compared elsewhere."""
         now = self.read()
         if len(now) != len(self.before):
             return StateChange(self.name, f"{len(self.before)} entries", f"{len(now)} entries")
-        if all(map(operator.is_, self.before, now)):
-            return None
         for index, (before, value) in enumerate(zip(self.before, now, strict=True)):
-            if not _is_same(before, value):
+            if before is not value and not is_same(before, value):
                 return StateChange(self.name_of(index), before, value)
         return None
 
-    def tensors(self) -> Iterator["TensorLocation"]:
-        """Yields where the tensors among the values are kept."""
-        for index, value in enumerate(self.before):
-            if isinstance(value, Tensor):
-                read = functools.partial(self._value, index)
-                yield TensorLocation(self.name_of(index), read, functools.partial(self.set, index))
+    def _tensors(self, found: tuple[Any, ...]) -> Iterator["TensorLocation"]:
+        if self.write is None:
+            return
+        for index, (key, value) in enumerate(zip(self.keys, found, strict=False)):
+            if is_tensor(value):
 
-    def _value(self, index: int) -> Any:
-        now = self.read()
-        return now[index] if index < len(now) else None
+                def read(index: int = index) -> Any:
+                    now = self.read()
+                    return now[index] if index < len(now) else None
 
+                def write(tensor: Any, key: Any = key) -> None:
+                    self.write(key, tensor)  # type: ignore[misc]
 
-class MappingValues(ContainerValues):
-    """The values of a dict or of an object's attributes: of some keys, or of all."""
-
-    def __init__(
-        self, name: str, mapping: Mapping[Any, Any], keys: Iterable[Any] | None = None
-    ) -> None:
-        self.mapping, self.has_all = mapping, keys is None
-        self.keys = (*mapping,) if keys is None else (*keys,)
-        super().__init__(name)
-
-    def read(self) -> tuple[Any, ...]:
-        """Returns the values that are there now."""
-        if self.has_all:
-            return (*self.mapping.values(),)
-        return tuple(self.mapping.get(key, MISSING) for key in self.keys)
-
-    def name_of(self, index: int) -> str:
-        """Returns the name of the value at an index."""
-        key = self.keys[index]
-        if not isinstance(key, str):
-            return f"{self.name}[{index}]"
-        return f"{self.name}.{key}" if self.name else key
-
-    def set(self, index: int, value: Any) -> None:
-        """Writes the value at an index."""
-        self.mapping[self.keys[index]] = value  # type: ignore[index]
-
-    def _value(self, index: int) -> Any:
-        return self.mapping.get(self.keys[index])
+                yield TensorLocation(self.name_of(index), read, write)
 
 
-class PlanInForce(MappingValues):
-    """The plan by which a model ran last."""
-
-    def name_of(self, index: int) -> str:
-        """Returns the name of the plan."""
-        return f"the plan of {self.name}"
-
-
-class ListValues(ContainerValues):
-    """The values of a list, a deque or a set."""
-
-    def __init__(self, name: str, values: Any) -> None:
-        self.values = values
-        super().__init__(name)
-
-    def read(self) -> tuple[Any, ...]:
-        """Returns the values that are there now."""
-        return (*self.values,)
-
-    def name_of(self, index: int) -> str:
-        """Returns the name of the value at an index."""
-        return f"{self.name}[{index}]"
-
-    def set(self, index: int, value: Any) -> None:
-        """Writes the value at an index."""
-        self.values[index] = value
-
-
-class FixedValues(ListValues):
-    """The values of a tuple or a frozenset."""
-
-    def set(self, index: int, value: Any) -> None:
-        """Writes nothing: what is there stays there."""
-
-
-class ArrayValues(ContainerValues):
-    """The numbers of a small array of NumPy, which may be written in place."""
-
-    def __init__(self, name: str, array: Any) -> None:
-        self.array = array
-        super().__init__(name)
-
-    def read(self) -> tuple[Any, ...]:
-        """Returns the numbers that are there now."""
-        return (self.array.tobytes(),) if self.array.nbytes <= LARGEST_ARRAY else ()
-
-    def name_of(self, index: int) -> str:
-        """Returns the name of the array."""
-        return self.name
-
-
-class SlotValues(ContainerValues):
-    """The values of an object's slots."""
-
-    def __init__(self, name: str, owner: Any, keys: Iterable[str]) -> None:
-        self.owner, self.keys = owner, (*keys,)
-        super().__init__(name)
-
-    def read(self) -> tuple[Any, ...]:
-        """Returns the values that are there now."""
-        return tuple(getattr(self.owner, key, MISSING) for key in self.keys)
-
-    def name_of(self, index: int) -> str:
-        """Returns the name of the value at an index."""
-        return f"{self.name}.{self.keys[index]}"
-
-    def set(self, index: int, value: Any) -> None:
-        """Writes the value at an index."""
-        setattr(self.owner, self.keys[index], value)
-
-
-class EnclosedValues(ContainerValues):
-    """The values of the variables that a function has from the functions around it."""
-
-    def __init__(self, name: str, function: FunctionType) -> None:
-        self.cells = function.__closure__ or ()
-        self.variables = function.__code__.co_freevars
-        super().__init__(name)
-
-    def read(self) -> tuple[Any, ...]:
-        """Returns the values that are there now."""
-        return tuple(map(_contents, self.cells))
-
-    def name_of(self, index: int) -> str:
-        """Returns the name of the value at an index."""
-        return self.variables[index]
-
-    def set(self, index: int, value: Any) -> None:
-        """Writes the value at an index."""
-        self.cells[index].cell_contents = value
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    """Compares plain values by value and others by identity."""
-    if value is other:
-        return True
-    if type(value) is not type(other):
-        return isinstance(value, Tensor) and isinstance(other, Tensor)
-    if isinstance(value, Tensor):
-        return True
-    if isinstance(value, tuple | torch.Size):
-        return len(value) == len(other) and all(map(_is_same, value, other))
-    return isinstance(value, (*VALUES, MethodType)) and bool(value == other)
+def _is_passing(value: object) -> bool:
+    return is_tensor(value) and not issubclass(type(value), nn.Parameter)
 
 
 class TensorLocation:
-    """Where a tensor or a gradient is kept, and the address that it had; that of None is -1."""
+    """Where a tensor or a gradient is kept, and where in memory that lies."""
 
     __slots__ = ("address", "is_gradient", "name", "read", "requires_grad", "storage", "write")
 
@@ -228,40 +158,30 @@ class TensorLocation:
         write: Callable[[Any], object],
         is_gradient: bool = False,
     ) -> None:
-        self.name, self.read, self.write = name, read, write
-        self.is_gradient = is_gradient
-        tensor = read()
-        self.address, self.requires_grad = _address(tensor)
-        storage = storage_of(tensor) if self.address > 0 else None
-        # the address of its storage, of which it may be a part
-        self.storage = NOWHERE if storage is None else storage.data_ptr()
+        self.name, self.read, self.write, self.is_gradient = name, read, write, is_gradient
+        self.storage, self.address, self.requires_grad = _whereabouts(read())
 
     def change(self) -> StateChange | None:
         """Returns how the tensor differs now; None if it does not."""
-        address, requires_grad = _address(self.read())
-        if address != self.address:
-            return StateChange(self.name, _whereabouts(self.address), _whereabouts(address))
+        storage, address, requires_grad = _whereabouts(self.read())
+        if storage != self.storage or address != self.address:
+            before = "None" if self.address is None else "in its memory"
+            return StateChange(self.name, before, "None" if address is None else "in other memory")
         if requires_grad is not self.requires_grad:
             return StateChange(f"requires_grad of {self.name}", self.requires_grad, requires_grad)
         return None
 
 
-def _address(tensor: Any) -> tuple[int, bool]:
-    if not isinstance(tensor, Tensor):
-        return NOWHERE, False
+def _whereabouts(tensor: Any) -> tuple[int, tuple[Any, ...] | None, bool]:
+    """Returns the address of a tensor's storage, where in it the tensor lies, and whether it is
+    trained; -1 and None for none.
+    """
+    if not is_tensor(tensor):
+        return -1, None, False
     try:
-        return tensor.data_ptr(), tensor.requires_grad
-    except RuntimeError:
+        address = tensor.untyped_storage().data_ptr()
+        where = tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype
+    except (NotImplementedError, RuntimeError):
         # one without memory, such as the mark of a gradient that was used in the backward
-        return 0, tensor.requires_grad
-
-
-def _whereabouts(address: int) -> str:
-    return "None" if address == NOWHERE else "in other memory"
-
-
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
+        return 0, (), tensor.requires_grad
+    return address, where, tensor.requires_grad

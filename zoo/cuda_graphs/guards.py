@@ -1,8 +1,11 @@
-"""What the Python of a training step may read: a replay runs none of it, and reads nothing anew.
+"""What is looked at before each replay: exact, cheap, and all that holds for sure.
 
-From the step, the model and the optimizer all that can be reached is walked once (`python_walk`).
-`change` then compares it with what is there now, in less time than a replay takes. Also compared is
-what holds for the whole program: autocast, and the settings by which torch chooses kernels.
+    the whole program   autocast, modes, hooks of all modules and optimizers, torch's settings
+    models              parameters, buffers, gradients, `training`, attributes, hooks, plans
+    optimizers          groups and state
+    the step's code     closure cells, globals and attributes that it names
+
+A change captures anew. What the step reads in other ways is noticed by an audit (`audit`).
 """
 
 import functools
@@ -12,12 +15,16 @@ from typing import Any
 
 import torch
 
-from zoo.cuda_graphs.python_walk import Walk
-from zoo.cuda_graphs.watched_values import ContainerValues, StateChange, TensorLocation
+from zoo._torch import HOOKS_AFTER_ALL_STEPS, HOOKS_OF_ALL_STEPS, dispatch_modes
+from zoo.cuda_graphs.named_values import NamedValues
+from zoo.cuda_graphs.watched_values import StateChange, TensorLocation, WatchedValues
 from zoo.engine.kernel_settings import TABLE, read_settings
+from zoo.layers.module_hooks import GLOBAL_HOOKS
+
+HOOKS_OF_ALL = (*GLOBAL_HOOKS, HOOKS_OF_ALL_STEPS, HOOKS_AFTER_ALL_STEPS)
 
 
-class PythonState:
+class Guards:
     """Values and tensors that a training step may read, as they were when this was made.
 
     Attributes:
@@ -30,15 +37,14 @@ class PythonState:
     def __init__(self, roots: Mapping[str, Any], device: torch.device) -> None:
         self.device = device
         self.ambient = _ambient(device)
-        walk = Walk(roots)
-        self.values, self.empty, self.tensors = walk.values, walk.empty, walk.tensors
+        named = NamedValues(roots)
+        self.values, self.tensors, self.scalers = named.values, named.tensors, named.scalers
+        self.generators, self.host_generators = named.generators, named.host_generators
         seen: Counter[str] = Counter()
         for location in self.tensors:
             seen[location.name] += 1
             # names are unique
             location.name += f" ({seen[location.name]})" * (seen[location.name] > 1)
-        self.generators, self.host_generators = walk.generators, walk.host_generators
-        self.scalers = walk.scalers
         self.unread: set[str] = set()
 
     def change(self) -> StateChange | None:
@@ -47,14 +53,15 @@ class PythonState:
         if now != self.ambient:
             names = zip(_ambient_names(), self.ambient, now, strict=False)
             return next(StateChange(*each) for each in names if each[1] != each[2])
-        return next(self.changes(), None)
+        return next(self._changes(), None)
 
-    def changes(self) -> Iterator[StateChange]:
-        """Yields what is not as it was, but for what holds for the whole program."""
-        for name, container in self.empty:
-            if container:
-                yield StateChange(name, "no entries", f"{len(container)} entries")
-        watched: list[ContainerValues | TensorLocation] = [*self.values, *self.tensors]
+    def changed_by_step(self) -> StateChange | None:
+        """Returns a value that the step has changed, which replays would leave as it is."""
+        hard = (values.change() for values in self.values if not values.is_counter)
+        return next((change for change in hard if change is not None), None)
+
+    def _changes(self) -> Iterator[StateChange]:
+        watched: list[WatchedValues | TensorLocation] = [*self.values, *self.tensors]
         yield from (change for each in watched if (change := each.change()) is not None)
 
     def forget(self, names: set[str]) -> None:
@@ -69,11 +76,16 @@ def _ambient(device: torch.device) -> tuple[Any, ...]:
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
         torch.is_autocast_cache_enabled(),
         torch.is_inference_mode_enabled(),
+        torch.is_grad_enabled(),
+        torch.get_default_device(),
+        [*map(id, dispatch_modes())],
+        [(*hooks,) for hooks in HOOKS_OF_ALL],
         *read_settings(),
     )
 
 
 @functools.cache
 def _ambient_names() -> tuple[str, ...]:
-    names = "autocast", "the cache of autocast", "inference mode"
-    return *names, *(setting.name for setting in TABLE)
+    names = "autocast", "the cache of autocast", "inference mode", "gradients enabled"
+    others = "the default device", "the dispatch modes", "the hooks of all modules or optimizers"
+    return *names, *others, *(setting.name for setting in TABLE)

@@ -1,0 +1,92 @@
+"""When a step runs eagerly instead of being replayed, to see whether its graph still holds.
+
+Audits come as pairs of consecutive calls: a program that does something in each second call cannot
+do it between them. The first pair comes soon after a capture. The distances to later ones grow to
+`check_every` calls and are drawn between half and one and a half of that, so that no period of the
+program keeps away from them:
+
+    call     4        5..7      8, 9      10..14      15, 16     ...
+             capture  replays   audits    replays     audits
+
+An audit is a training step of the program as any other, and nothing is trained twice.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from zoo.errors import ArgumentError, shortened
+
+# replays before the first audit
+FIRST_DISTANCE = 4
+
+
+class AuditSchedule:
+    """Chooses calls to audit; the same ones in each process."""
+
+    def __init__(self, check_every: int | None) -> None:
+        self.check_every = check_every
+        self._random = random.Random(0)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins anew, with the first distance."""
+        # at first exactly so many replays
+        self._distance = self._wait = min(FIRST_DISTANCE, self.check_every or FIRST_DISTANCE)
+        self._is_second = False
+
+    def is_due(self) -> bool:
+        """Called once for each call; returns whether that is to be audited."""
+        if self.check_every is None:
+            return False
+        if self._wait:
+            self._wait -= 1
+            return False
+        if self._is_second:
+            low, high = (self._distance + 1) // 2, self._distance * 3 // 2
+            self._wait = self._random.randint(low, high)
+            self._distance = min(self._distance * 3 // 2 + 1, self.check_every)
+        self._is_second = not self._is_second
+        return True
+
+
+class Ranks:
+    """The processes that train a model together, which learn of a difference all at once.
+
+    They audit the same calls, whether or not each of them has a graph there: a process that waits
+    for the verdict of others must not wait for one that does not come.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], check_every: int | None) -> None:
+        modules = (module for model in models for module in model.modules())
+        parallel = [one for one in modules if isinstance(one, DistributedDataParallel)]
+        self.group: Any = parallel[0].process_group if parallel else None
+        self.are_many = bool(parallel) and distributed.get_world_size(self.group) > 1
+        self.schedule = AuditSchedule(check_every)
+
+    def learn(self, differs: bool, has_captured: bool, device: torch.device) -> int | None:
+        """Exchanges verdicts; returns the rank of a process whose step differed; None if none did.
+
+        A capture in any of them lets the audits of all begin anew.
+        """
+        rank = distributed.get_rank(self.group)
+        verdict = torch.tensor([(rank + 1) * differs, has_captured], device=device)
+        distributed.all_reduce(verdict, distributed.ReduceOp.MAX, self.group)
+        differing, captured = verdict.tolist()
+        if captured or differing:
+            self.schedule.restart()
+        return differing - 1 if differing else None
+
+
+def checked_distance(check_every: Any) -> int | None:
+    """Returns `check_every`; raises ArgumentError unless it is None or a number of calls."""
+    if check_every is None or (type(check_every) is int and check_every >= 1):
+        return check_every
+    raise ArgumentError(
+        "check_every is a number of calls, at least 1, after which a replay is compared with the "
+        f"step itself, or None for never; got {shortened(check_every)}"
+    )
