@@ -629,11 +629,6 @@ KEEPERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any]
         lambda one: one["loss"]["weights"][0][0],
         lambda one: operator.setitem(one["loss"]["weights"][0], 0, 0.5),
     ),
-    "array": (
-        lambda: numpy.ones(3),
-        lambda one: float(one[0]),
-        lambda one: operator.setitem(one, 0, 0.5),
-    ),
     "default": (
         lambda: None,
         lambda one: default(),

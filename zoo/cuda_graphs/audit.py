@@ -57,29 +57,32 @@ class AuditSchedule:
 class Ranks:
     """The processes that train a model together, which learn of a difference all at once.
 
-    They audit the same calls, whether or not each of them has a graph there: a process that waits
-    for the verdict of others must not wait for one that does not come.
+    They audit the same calls, whether or not each of them has a graph there: none may wait for the
+    verdict of a process that does not come.
     """
 
     def __init__(self, models: Sequence[nn.Module], check_every: int | None) -> None:
         modules = (module for model in models for module in model.modules())
         parallel = [one for one in modules if isinstance(one, DistributedDataParallel)]
         self.group: Any = parallel[0].process_group if parallel else None
+        self.are_parallel = bool(parallel)
         self.are_many = bool(parallel) and distributed.get_world_size(self.group) > 1
-        self.schedule = AuditSchedule(check_every)
+        self.schedule, self._captures = AuditSchedule(check_every), 0
 
-    def learn(self, differs: bool, has_captured: bool, device: torch.device) -> int | None:
-        """Exchanges verdicts; returns the rank of a process whose step differed; None if none did.
+    def learn(self, difference: str | None, captures: int, device: torch.device) -> str | None:
+        """Exchanges verdicts; returns the difference here, or where there is another.
 
         A capture in any of them lets the audits of all begin anew.
         """
-        rank = distributed.get_rank(self.group)
-        verdict = torch.tensor([(rank + 1) * differs, has_captured], device=device)
+        differs = (distributed.get_rank(self.group) + 1) * (difference is not None)
+        verdict = torch.tensor([differs, captures - self._captures], device=device)
+        self._captures = captures
         distributed.all_reduce(verdict, distributed.ReduceOp.MAX, self.group)
         differing, captured = verdict.tolist()
-        if captured or differing:
+        if differing or captured:
             self.schedule.restart()
-        return differing - 1 if differing else None
+        there = f"the step of rank {differing - 1} differs from its graph, as its error says"
+        return difference or (there if differing else None)
 
 
 def checked_distance(check_every: Any) -> int | None:

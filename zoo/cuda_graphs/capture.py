@@ -163,11 +163,12 @@ class CapturedStep:
     """A graph of a training step, with the memory of its batch and of what it returns.
 
     Attributes:
-        state: what the guards saw when it was captured.
-        record: what the step did when it was captured; with it live the tensors that it read.
-        schedule: when its next audits are.
-        right: the last call that was known to be the step's.
+        state, record: what the guards saw and the step did when it was captured.
+        schedule, right: when its next audits are, and the last call that was known to be right.
     """
+
+    schedule: AuditSchedule
+    right: int
 
     def __init__(
         self,
@@ -179,7 +180,6 @@ class CapturedStep:
         eager: Observation,
         unread: set[str],
         pool: Pool,
-        schedule: AuditSchedule,
     ) -> None:
         """Captures the step; no kernel of it runs.
 
@@ -192,7 +192,6 @@ class CapturedStep:
             GraphError: the step cannot be captured; gradients are as before.
         """
         self.step, self.static, self.state = step, StaticBatch(batch), state
-        self.schedule, self.right = schedule, 0
         before = [(location, location.read()) for location in state.tensors]
         try:
             for location in state.tensors:
@@ -235,7 +234,9 @@ class CapturedStep:
             location.write(tensor)
         return own_outputs(self.outputs)
 
-    def audit(self, graphs: DeviceGraphs, batch: Invocation) -> tuple[PyTree, str | None]:
+    def audit(
+        self, graphs: DeviceGraphs, batch: Invocation, call: int
+    ) -> tuple[PyTree, str | None]:
         """Runs the step eagerly on a batch, in the place of a replay.
 
         Returns what the step returns, and how it differed from what was captured. What the capture
@@ -243,25 +244,24 @@ class CapturedStep:
         """
         run = functools.partial(graphs.run_eagerly, functools.partial(batch.on, self.step))
         observed = Observation(run, self.state, batch.tensors)
-        difference = self._difference(observed)
-        if difference is not None:
-            return detached(observed.take_outputs()), difference
+        difference, now = self.record.difference(observed, "now"), {}
         for location, tensor in self.left:
-            now = location.read()
-            if now is not tensor and storage_of(tensor) is not None:
-                tensor.detach().copy_(now.detach())
-            location.write(tensor)
-        return own_outputs(observed.take_outputs()), None
-
-    def _difference(self, observed: Observation) -> str | None:
-        difference = self.record.difference(observed, "now")
-        for location, tensor in self.left:
-            if difference is None and _size(location.read()) != _size(tensor):
+            now[location.name] = location.read()
+            if difference is None and _size(now[location.name]) != _size(tensor):
                 difference = f"it leaves other memory in {location.name} now, or none"
-        if observed.obstacle is None:
-            return difference
-        # the way out is that of the step's first call
-        return f"{observed.obstacle.what} ({difference}); {observed.obstacle.way_out}"
+        if (obstacle := observed.obstacle) is not None:
+            difference = f"{obstacle.what} ({difference}); {obstacle.way_out}"
+        if difference is not None:
+            return detached(observed.take_outputs()), (
+                f"{difference}. The graph was right in call {self.right}; replays since then may "
+                "have trained by what was so before"
+            )
+        for location, tensor in self.left:
+            if now[location.name] is not tensor and storage_of(tensor) is not None:
+                tensor.detach().copy_(now[location.name].detach())
+            location.write(tensor)
+        self.right = call
+        return own_outputs(observed.take_outputs()), None
 
 
 def _size(tensor: Any) -> object:

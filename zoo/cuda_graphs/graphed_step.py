@@ -15,6 +15,7 @@ numbers are compared with the graph's (`audit`):
     8, 9      the same           the same                 runs eagerly, and is compared
 """
 
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -49,6 +50,11 @@ MOST_TRIALS = 4
 # calls beyond the warm-ups that each change something until their kind counts as unstable, and the
 # most calls between two looks at one
 PATIENCE, LONGEST_WAIT = 6, 64
+AFTER_CHANGE = (
+    "This call ran eagerly and is right; the next ones do until they are captured anew. Go back to "
+    "what was saved before; keep what changes in a tensor on the device, pass it with the batch, "
+    "call reset() after a change, or lower check_every"
+)
 _log = logging.getLogger("zoo")
 
 
@@ -104,7 +110,7 @@ class GraphedStep:
         self._kinds: dict[BatchKind, Kind] = {}
         self._graphs: list[CapturedStep] = []
         self._pool: Pool | None = None
-        self._is_warned = self._has_captured = False
+        self._is_warned = False
         self._check_program()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,59 +128,34 @@ class GraphedStep:
         check_batch(batch, device)
         self._check_autocast(device)
         self._calls += 1
-        is_audit_of_all = self._ranks.are_many and self._ranks.schedule.is_due()
-        outputs, difference = self._train(graphs, batch, device, is_audit_of_all)
-        rank = None
-        if is_audit_of_all:
-            has_captured, self._has_captured = self._has_captured, False
-            rank = self._ranks.learn(difference is not None, has_captured, device)
-        if difference is not None or rank is not None:
-            self._raise_difference(outputs, difference, rank)
+        is_shared = self._ranks.are_many and self._ranks.schedule.is_due()
+        outputs, difference = self._train(graphs, batch, is_shared)
+        if is_shared:
+            difference = self._ranks.learn(difference, self.captures, device)
+        if difference is not None:
+            self._drop([*self._graphs])
+            for kind in self._kinds.values():
+                kind.trials.clear()
+            text = f"{self._name} is no longer what its CUDA graph does, in call {self._calls}: "
+            raise GraphError(f"{text}{difference}. {AFTER_CHANGE}", result=outputs)
         return outputs
 
     def _train(
-        self, graphs: DeviceGraphs, batch: Invocation, device: torch.device, is_audit_of_all: bool
+        self, graphs: DeviceGraphs, batch: Invocation, is_shared: bool
     ) -> tuple[PyTree, str | None]:
         """Trains one step; returns what it returns, and how it differed from its graph."""
         kind = self._kind_of(batch)
         kind.calls += 1
-        for captured in reversed(kind.graphs):
-            if captured.state.change() is None:
-                is_due = is_audit_of_all if self._ranks.are_many else captured.schedule.is_due()
-                if is_due:
-                    return self._audit(graphs, captured, in_own_memory(batch))
-                return self._replay(captured, batch), None
-        if (trial := self._trial_to_capture(kind)) is not None:
-            return self._replay(self._capture(graphs, kind, trial, batch, device), batch), None
-        outputs = self._run_eagerly(graphs, kind, in_own_memory(batch), device)
-        return own_outputs(outputs), None
-
-    def _audit(
-        self, graphs: DeviceGraphs, captured: CapturedStep, batch: Invocation
-    ) -> tuple[PyTree, str | None]:
-        self.audits += 1
-        outputs, difference = captured.audit(graphs, batch)
-        if difference is None:
-            captured.right = self._calls
-            return outputs, None
-        return outputs, (
-            f"{difference}. The graph was right in call {captured.right}; replays since then may "
-            "have trained by what was so before"
-        )
-
-    def _raise_difference(self, outputs: PyTree, difference: str | None, rank: int | None) -> None:
-        """Drops all graphs and raises what an audit has noticed."""
-        self._drop([*self._graphs])
-        for kind in self._kinds.values():
-            kind.trials.clear()
-        what = difference or f"see the error of rank {rank}"
-        raise GraphError(
-            f"{self._name} is no longer what its CUDA graph does, in call {self._calls}: {what}. "
-            "This call ran eagerly and is right; the next ones do until they are captured anew. Go "
-            "back to what was saved before; keep what changes in a tensor on the device, pass it "
-            "with the batch, call reset() after a change, or lower check_every",
-            result=outputs,
-        )
+        valid = (graph for graph in reversed(kind.graphs) if graph.state.change() is None)
+        if (captured := next(valid, None)) is not None:
+            if is_shared if self._ranks.are_many else captured.schedule.is_due():
+                self.audits += 1
+                return captured.audit(graphs, in_own_memory(batch), self._calls)
+        elif (trial := self._trial_to_capture(kind)) is not None:
+            captured = self._capture(graphs, kind, trial, batch)
+        if captured is not None:
+            return self._replay(captured, batch), None
+        return own_outputs(self._run_eagerly(graphs, kind, in_own_memory(batch))), None
 
     def reason(self) -> str:
         """Returns why calls ran eagerly that were not the first ones; '' if none did."""
@@ -225,17 +206,10 @@ class GraphedStep:
         return next((trial for trial in trials if trial.state.change() is None), None)
 
     def _warm_ups(self) -> int:
-        modules = (module for model in self.models for module in model.modules())
-        is_parallel = any(isinstance(module, DistributedDataParallel) for module in modules)
-        return WARM_UPS_OF_DDP if is_parallel else WARM_UPS
+        return WARM_UPS_OF_DDP if self._ranks.are_parallel else WARM_UPS
 
     def _capture(
-        self,
-        graphs: DeviceGraphs,
-        kind: Kind,
-        trial: Trial,
-        batch: Invocation,
-        device: torch.device,
+        self, graphs: DeviceGraphs, kind: Kind, trial: Trial, batch: Invocation
     ) -> CapturedStep:
         self._check_program()
         # torch 2.11 captures no more into the pool of a capture that has failed
@@ -244,13 +218,12 @@ class GraphedStep:
             graphs,
             self.step,
             batch,
-            state=self._state(device),
+            state=self._state(),
             eager=trial.observation,
             unread=trial.state.unread,
             pool=pool,
-            schedule=AuditSchedule(self.check_every),
         )
-        captured.right, self._has_captured = self._calls, True
+        captured.right, captured.schedule = self._calls, AuditSchedule(self.check_every)
         self._pool = pool
         self._drop(self._graphs[: 1 - MOST_GRAPHS] if len(self._graphs) >= MOST_GRAPHS else ())
         self._graphs.append(captured)
@@ -261,30 +234,22 @@ class GraphedStep:
         _log.info("%s: captured a CUDA graph for %s", self._name, shortened(shapes))
         return captured
 
-    def _state(self, device: torch.device) -> Guards:
-        optimizers = {f"optimizer {n}": each for n, each in enumerate(self.optimizers)}
-        if len(self.optimizers) == 1:
-            optimizers = {"optimizer": self.optimizers[0]}
-        models = {f"model {number}": model for number, model in enumerate(self.models)}
-        if len(self.models) == 1:
-            models = {"model": self.models[0]}
-        # the last is walked first
-        return Guards({self._name: self.step, **optimizers, **models}, device)
+    def _state(self) -> Guards:
+        # what is walked first names what others share with it
+        roots = {**_numbered("model", self.models), **_numbered("optimizer", self.optimizers)}
+        return Guards(roots | {self._name: self.step}, device_of(self.models[0]))
 
-    def _run_eagerly(
-        self, graphs: DeviceGraphs, kind: Kind, batch: Invocation, device: torch.device
-    ) -> PyTree:
+    def _run_eagerly(self, graphs: DeviceGraphs, kind: Kind, batch: Invocation) -> PyTree:
         self.eager += 1
+        run = functools.partial(graphs.run_eagerly, functools.partial(batch.on, self.step))
         if kind.wait:
             kind.wait -= 1
-            return graphs.run_eagerly(lambda: batch.on(self.step))
+            return run()
         alike = (earlier for earlier in reversed(kind.trials) if earlier.state.change() is None)
         trial = next(alike, None)
         changed = kind.trials[-1].state.change() if kind.trials and trial is None else None
-        state = self._state(device) if trial is None else trial.state
-        observation = Observation(
-            lambda: graphs.run_eagerly(lambda: batch.on(self.step)), state, batch.tensors
-        )
+        state = self._state() if trial is None else trial.state
+        observation = Observation(run, state, batch.tensors)
         if trial is None:
             state.forget({location.name for location in observation.replaced})
             trial = Trial(state, observation)
@@ -357,6 +322,11 @@ class GraphedStep:
                 f"{self._name} is called under autocast, whose casts of weights would outlive the "
                 "step; enter torch.autocast inside of the step"
             )
+
+
+def _numbered(name: str, parts: Sequence[Any]) -> dict[str, Any]:
+    """Names parts, with numbers where there are several."""
+    return {f"{name} {n}" if len(parts) > 1 else name: part for n, part in enumerate(parts)}
 
 
 def has_graphs(device: torch.device) -> bool:

@@ -10,14 +10,14 @@ A change captures anew. What the step reads in other ways is noticed by an audit
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from zoo._torch import HOOKS_AFTER_ALL_STEPS, HOOKS_OF_ALL_STEPS, dispatch_modes
 from zoo.cuda_graphs.named_values import NamedValues
-from zoo.cuda_graphs.watched_values import StateChange, TensorLocation, WatchedValues
+from zoo.cuda_graphs.watched_values import StateChange
 from zoo.engine.kernel_settings import TABLE, read_settings
 from zoo.layers.module_hooks import GLOBAL_HOOKS
 
@@ -38,7 +38,8 @@ class Guards:
         self.device = device
         self.ambient = _ambient(device)
         named = NamedValues(roots)
-        self.values, self.tensors, self.scalers = named.values, named.tensors, named.scalers
+        self.values, self.scalers = named.values, named.scalers
+        self.tensors = [location for values in self.values for location in values.locations()]
         self.generators, self.host_generators = named.generators, named.host_generators
         seen: Counter[str] = Counter()
         for location in self.tensors:
@@ -53,20 +54,20 @@ class Guards:
         if now != self.ambient:
             names = zip(_ambient_names(), self.ambient, now, strict=False)
             return next(StateChange(*each) for each in names if each[1] != each[2])
-        return next(self._changes(), None)
+        changes = (values.change() for values in self.values)
+        return next((change for change in changes if change is not None), None)
 
     def changed_by_step(self) -> StateChange | None:
         """Returns a value that the step has changed, which replays would leave as it is."""
-        hard = (values.change() for values in self.values if not values.is_counter)
-        return next((change for change in hard if change is not None), None)
-
-    def _changes(self) -> Iterator[StateChange]:
-        watched: list[WatchedValues | TensorLocation] = [*self.values, *self.tensors]
-        yield from (change for each in watched if (change := each.change()) is not None)
+        changes = (values.change(by_step=True) for values in self.values if not values.kind)
+        return next((change for change in changes if change is not None), None)
 
     def forget(self, names: set[str]) -> None:
         """Compares tensors of these names no longer: the step does not read them."""
         self.unread |= names
+        for location in self.tensors:
+            if location.name in names:
+                location.forget()
         self.tensors = [location for location in self.tensors if location.name not in names]
 
 

@@ -3,11 +3,9 @@
 From the step on, functions of the program are followed, not those of libraries, and their values a
 few containers deep:
 
-    function    variables of functions around it, globals that it names, defaults
-    module      attributes, parameters, buffers, hooks, submodules; the plan in force
-    optimizer   groups and state
-    object      attributes that the code names, of libraries' objects all; those of its class
-    iterator    where it is
+    function            variables of functions around it, globals that it names, defaults
+    module, optimizer   all attributes: parameters, hooks, groups, state; the plan in force
+    other objects       attributes that the code names, and of the program's classes theirs
 
 What lies deeper, or is found in other ways, is left to the audits (`audit`).
 """
@@ -18,11 +16,8 @@ import itertools
 import operator
 import random
 import sys
-import threading
-from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextvars import ContextVar
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -33,48 +28,41 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zoo.cuda_graphs.watched_values import MISSING, TensorLocation, WatchedValues, is_plain
+from zoo.cuda_graphs.watched_values import MISSING, WatchedValues, is_plain
 from zoo.tracing.planned_forward import PatchedForward
 
-# containers in containers, and objects in objects, that are looked into
-DEEPEST = 6
-# containers and objects that are looked into at most, and values that are compared of one of them
-MOST_OBJECTS, MOST_VALUES = 100_000, 4096
-# roots of packages whose objects hold nothing that a step reads, but for those of WALKED
-CLOSED = {*sys.stdlib_module_names, "torch", "zoo", "numpy"} - {"__main__"}
-WALKED: tuple[type, ...] = (
-    nn.Module,
-    Optimizer,
-    LRScheduler,
-    Distribution,
-    SimpleNamespace,
-    Namespace,
-)
-WALKED += (threading.local,)
+# containers in containers, and objects in objects, that are looked into; numbers of one, at most
+DEEPEST, MOST_VALUES = 6, 4096
+# objects whose attributes are all compared
+WHOLE = (nn.Module, Optimizer, LRScheduler, Distribution, SimpleNamespace)
 # parts of a module that the names of what is in them leave out
 UNNAMED = ("_parameters", "_buffers", "_modules")
 # attributes of torch's wrapper, whose others are notes of its own on each step
 OF_PARALLEL = ("training", "_modules", "_forward_hooks", "require_backward_grad_sync")
-HOOKS_OF_PARAMETER = ("_backward_hooks", "_post_accumulate_grad_hooks")
+# of a parameter
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # what draws random numbers on the host, where NumPy is in use
 DRAWING = ("Generator", "RandomState", "BitGenerator")
 # flag of classes that are made while a program runs
 HEAP_TYPE = 1 << 9
+CLOSED = (*sys.stdlib_module_names, "torch", "zoo", "numpy")
 # asked without the program's own code, which may hand out attributes in its own way
 DICT_OF_CLASS: Callable[[type], Mapping[str, Any]] = type.__dict__["__dict__"].__get__
-# how a gradient is read and written
-ACCESS: tuple[Callable[..., Any], ...] = (getattr, setattr)
 CONTAINERS: tuple[Any, ...] = (dict, list, tuple, deque, set, frozenset)
-ITERATORS = tuple(map(type, (iter([]), iter(()), iter(range(0)), iter(range(1 << 70)))))
 # what wraps functions, and where it has them
 WRAPPERS: dict[type, tuple[str, ...]] = {
     MethodType: ("__self__", "__func__"),
     functools.partial: ("func", "args", "keywords"),
     type(functools.lru_cache(print)): ("__wrapped__",),
-    functools.cached_property: ("func",),
     property: ("fget",),
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
+}
+# what advances as it is read, and where that is
+COUNTERS: dict[type, Callable[[Any], Any]] = {
+    itertools.count: repr,
+    type(iter([])): operator.length_hint,
+    type(iter(range(0))): operator.length_hint,
 }
 
 
@@ -87,80 +75,68 @@ class Found(NamedTuple):
 
 
 class NamedValues:
-    """Collects values and tensors from some roots outward.
+    """Collects values from some roots outward.
 
     Attributes:
         values: what is compared.
-        tensors: where there are tensors, and gradients.
         generators, host_generators: what draws random numbers, of torch and others.
         scalers: names of the GradScalers in use.
     """
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
-        arrays, drawing = _numpy_kinds()
-        # how to tell the state of what holds no values
-        self.states: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
-            (arrays, lambda array: array.nbytes <= MOST_VALUES and array.tobytes()),
-            (ContextVar, lambda variable: variable.get(MISSING)),
-            (itertools.count, repr),
-            (ITERATORS, operator.length_hint),
-            (PatchedForward, lambda patch: patch.latest),
-        )
-        self.visitors: tuple[tuple[Any, Callable[[Found], None]], ...] = (
-            (Tensor, self._add_gradient),
-            (torch.Generator, lambda found: self.generators.append(found.value)),
-            ((random.Random, *drawing), lambda found: self.host_generators.append(found.value)),
-            (torch.amp.GradScaler, self._add_scaler),
-            (CONTAINERS, self._add_container),
-            *((kinds, self._add_state) for kinds, _ in self.states),
-            (tuple(WRAPPERS), self._add_wrapper),
-            (FunctionType, self._add_function),
-            (type, self._add_class),
-            (ModuleType, self._add_attributes),
-            (object, self._add_object),
-        )
-        # names that code uses, by which attributes of the user's objects are chosen
+        numpy = getattr(sys.modules.get("numpy"), "random", None)
+        drawing = (random.Random, *(getattr(numpy, name) for name in DRAWING if numpy))
+        self.visitors: dict[Any, Callable[[Found], None]] = {
+            Tensor: self._add_parameter,
+            torch.Generator: lambda found: self.generators.append(found.value),
+            drawing: lambda found: self.host_generators.append(found.value),
+            torch.amp.GradScaler: self._add_scaler,
+            CONTAINERS: self._add_container,
+            tuple(COUNTERS): self._add_counter,
+            tuple(WRAPPERS): self._add_wrapper,
+            PatchedForward: self._add_plan,
+            FunctionType: self._add_function,
+            type: self._add_class,
+            object: self._add_object,
+        }
+        # names that code uses, by which attributes of objects are chosen
         self.names: set[str] = set()
         count = -1
         while count != len(self.names):
             count = len(self.names)
-            self._walk(roots)
-
-    def _walk(self, roots: Mapping[str, Any]) -> None:
-        self.values: list[WatchedValues] = []
-        self.tensors: list[TensorLocation] = []
-        self.generators: list[torch.Generator] = []
-        self.host_generators: list[Any] = []
-        self.scalers: list[str] = []
-        # keeps each object alive, so that its id is not reused
-        self.seen: dict[int, Any] = {}
-        self.waiting = deque(Found(*root) for root in roots.items())
-        while self.waiting and len(self.seen) < MOST_OBJECTS:
-            self._visit(self.waiting.popleft())
+            self.values: list[WatchedValues] = []
+            self.generators: list[torch.Generator] = []
+            self.host_generators: list[Any] = []
+            self.scalers: list[str] = []
+            # keeps each object alive, so that its id is not reused
+            self.seen: dict[int, Any] = {}
+            self.waiting = deque(Found(*root) for root in roots.items())
+            while self.waiting:
+                self._visit(self.waiting.popleft())
 
     def _visit(self, found: Found) -> None:
-        if found.depth > DEEPEST or is_plain(found.value) or id(found.value) in self.seen:
-            return
-        self.seen[id(found.value)] = found.value
-        kind = type(found.value)
-        next(visit for base, visit in self.visitors if issubclass(kind, base))(found)
+        if (
+            found.depth <= DEEPEST
+            and not is_plain(found.value)
+            and id(found.value) not in self.seen
+        ):
+            self.seen[id(found.value)] = found.value
+            kind = type(found.value)
+            next(visit for base, visit in self.visitors.items() if issubclass(kind, base))(found)
 
     def _watch(
         self, found: Found, read: Callable[[], Any], keys: Iterable[Any] = (), write: Any = None
     ) -> None:
         watched = WatchedValues(found.name, read, (*keys,), write)
         self.values.append(watched)
-        self.tensors += watched.tensors
-        parts = (Found(watched.name_of(n), part, found.depth + 1) for n, part in enumerate(read()))
-        self.waiting += parts
+        for index, value in enumerate(read()):
+            self.waiting.append(Found(watched.name_of(index), value, found.depth + 1))
 
     def _watch_keys(self, found: Found, mapping: Any, keys: Iterable[str]) -> None:
         """Watches some variables or attributes, also those that are not there yet."""
         if keys := (*dict.fromkeys(keys),):
-            write = getattr(mapping, "__setitem__", None)
-            self._watch(
-                found, lambda: tuple(mapping.get(key, MISSING) for key in keys), keys, write
-            )
+            read = lambda: tuple(mapping.get(key, MISSING) for key in keys)  # noqa: E731
+            self._watch(found, read, keys, getattr(mapping, "__setitem__", None))
 
     def _add_scaler(self, found: Found) -> None:
         self.scalers += [found.name] * found.value.is_enabled()
@@ -168,76 +144,70 @@ class NamedValues:
     def _add_container(self, found: Found) -> None:
         values = found.value
         base = next(base for base in CONTAINERS if issubclass(type(values), base))
-        keys: Any = range(base.__len__(values)) if base is not dict else (*dict.keys(values),)
-        set_item = getattr(base, "__setitem__", None)
-        write = set_item and functools.partial(set_item, values)
-        if len(keys) > MOST_VALUES:
+        is_dict, length = base is dict, base.__len__(values)
+        write = hasattr(base, "__setitem__") and functools.partial(base.__setitem__, values)
+        if length > MOST_VALUES:
             self._watch(found, lambda: (base.__len__(values),))
-        elif base is dict:
-            self._watch(found, lambda: (*dict.values(values), *dict.keys(values)), keys, write)
+        elif is_dict:
+            self._watch(found, lambda: (*dict.values(values), *dict(values)), dict(values), write)
         else:
-            self._watch(found, lambda: (*base.__iter__(values),), keys, write)
-        if _is_own(_module_of(type(values))):
+            self._watch(found, lambda: (*base.__iter__(values),), range(length), write)
+        if type(values) is not base:
             self._add_object(found)
 
-    def _add_state(self, found: Found) -> None:
+    def _add_counter(self, found: Found) -> None:
         name, value, _ = found
-        state_of = next(read for kinds, read in self.states if issubclass(type(value), kinds))
-        self.values.append(WatchedValues(name, lambda: (state_of(value),), is_counter=True))
+        read = COUNTERS[type(value)]
+        self.values.append(WatchedValues(name, lambda: (read(value),), kind="counter"))
 
     def _add_wrapper(self, found: Found) -> None:
         kind = next(kind for kind in WRAPPERS if issubclass(type(found.value), kind))
-        parts = (getattr(found.value, key, None) for key in WRAPPERS[kind])
         # it is no level of its own
-        self.waiting += (found._replace(value=part) for part in parts)
+        self.waiting += (found._replace(value=getattr(found.value, key)) for key in WRAPPERS[kind])
 
-    def _add_gradient(self, found: Found) -> None:
+    def _add_plan(self, found: Found) -> None:
+        name, patch, _ = found
+        name = f"the plan of {name.removesuffix('.forward')}"
+        self.values.append(WatchedValues(name, lambda: (patch.latest,)))
+
+    def _add_parameter(self, found: Found) -> None:
         name, tensor, _ = found
         if tensor.is_leaf and tensor.requires_grad:
-            read, write = (functools.partial(access, tensor, "grad") for access in ACCESS)
-            location = TensorLocation(f"the gradient of {name}", read, write, is_gradient=True)
-            self.tensors.append(location)
-            hooks = [*map(operator.attrgetter, HOOKS_OF_PARAMETER)]
-            read_hooks: Any = lambda: tuple(key for of in hooks for key in of(tensor) or ())  # noqa: E731
-            self.values.append(WatchedValues(f"the hooks of {name}", read_hooks))
+            write, hooks = functools.partial(setattr, tensor), operator.attrgetter(*HOOKS)
+            read = lambda: tuple(key for of in hooks(tensor) for key in of or ())  # noqa: E731
+            of_gradient = f"the gradient of {name}", lambda: (tensor.grad,), ("grad",), write
+            self.values.append(WatchedValues(*of_gradient, kind="gradient"))
+            self.values.append(WatchedValues(f"the hooks of {name}", read))
 
     def _add_object(self, found: Found) -> None:
         name, value, depth = found
-        kind, own = type(value), _attributes_of(value)
+        kind, own = type(value), attributes_of(value)
+        module = own.get("__name__") if issubclass(kind, ModuleType) else _module_of(kind)
+        if not issubclass(kind, WHOLE) and _is_closed(str(module)):
+            return
         if issubclass(kind, nn.Module):
             # before they are met under a longer name; no module is too deep
             self.waiting += (Found(name, own.get(part)) for part in UNNAMED)
-        if issubclass(kind, DistributedDataParallel):
-            self._watch_keys(found, own, OF_PARALLEL)
-        elif issubclass(kind, WALKED):
-            self._watch(
-                found._replace(depth=0), lambda: (*own.values(), *own), own, own.__setitem__
-            )
-        elif _is_own(_module_of(kind)):
-            self._add_attributes(found)
-        elif _is_open(_module_of(kind)):
-            self._watch(found, lambda: (*own.values(), *own), own, own.__setitem__)
+        if issubclass(kind, WHOLE) and not issubclass(kind, DistributedDataParallel):
+            self._watch(Found(name, None), lambda: (*own.values(), *own), own, own.__setitem__)
+        else:
+            # also those of the class, in front of which one of the object may come
+            keys = (*own, *(key for owner in kind.__mro__ for key in DICT_OF_CLASS(owner)))
+            is_parallel = issubclass(kind, DistributedDataParallel)
+            self._watch_keys(found, own, OF_PARALLEL if is_parallel else self._named(keys))
         for owner in kind.__mro__:
             self._visit(Found(name, owner, depth))
 
-    def _add_attributes(self, found: Found) -> None:
-        """Watches the attributes of a user's object or module that code names."""
-        kind, own = type(found.value), _attributes_of(found.value)
-        is_own = _is_own(own.get("__name__") if kind is ModuleType else _module_of(kind))
-        # also those of the class, in front of which one of the object may come
-        of_class = (key for owner in kind.__mro__ for key in DICT_OF_CLASS(owner))
-        self._watch_keys(found, own, self._named((*own, *of_class)) if is_own else ())
+    def _named(self, keys: Iterable[str]) -> list[str]:
+        return [key for key in keys if key in self.names]
 
     def _add_class(self, found: Found) -> None:
         """Watches methods and attributes of a user's class: those named, and what Python calls."""
         own = DICT_OF_CLASS(found.value)
         if _is_own(_module_of(found.value)):
-            called = [key for key in own if key == "forward" or key.startswith("__")]
-            called = [key for key in called if isinstance(own[key], FunctionType)]
-            self._watch_keys(found, own, (*self._named(own), *called))
-
-    def _named(self, own: Iterable[str]) -> list[str]:
-        return [key for key in own if key in self.names]
+            called = (key for key in own if key == "forward" or key.startswith("__"))
+            methods = (key for key in called if isinstance(own[key], FunctionType))
+            self._watch_keys(found, own, (*self._named(own), *methods))
 
     def _add_function(self, found: Found) -> None:
         name, function, _ = found
@@ -248,7 +218,7 @@ class NamedValues:
         # its values are the outermost ones
         within = Found("", function, -1)
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        read = functools.partial(_contents, (*cells.values(),))
+        read = lambda: tuple(map(_contents, cells.values()))  # noqa: E731
         self._watch(within, read, cells, lambda key, new: setattr(cells[key], "cell_contents", new))
         # also those that are not there, as of built-in functions
         self._watch_keys(within, function.__globals__, variables)
@@ -265,14 +235,11 @@ def names_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
     variables = frozenset(name for kind, name in loads if kind in ("LOAD_GLOBAL", "LOAD_NAME"))
     texts = (text for text in code.co_consts if type(text) is str and text.isidentifier())
     names = frozenset((*code.co_names, *texts))
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            inner = names_in(constant)
-            variables, names = variables | inner[0], names | inner[1]
-    return variables, names
+    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return variables.union(*(v for v, _ in inner)), names.union(*(n for _, n in inner))
 
 
-def _attributes_of(value: Any) -> Any:
+def attributes_of(value: Any) -> Any:
     """Returns the attributes of an object, without asking its class; none if it has no dict."""
     try:
         own = object.__getattribute__(value, "__dict__")
@@ -281,43 +248,29 @@ def _attributes_of(value: Any) -> Any:
     return own if isinstance(own, dict) else {}
 
 
-def _contents(cells: Iterable[CellType]) -> tuple[Any, ...]:
-    return tuple(map(_content, cells))
-
-
-def _content(cell: CellType) -> Any:
+def _contents(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
         return MISSING
 
 
-def _numpy_kinds() -> tuple[Any, tuple[type, ...]]:
-    """Returns the types of NumPy's arrays and of what draws, where NumPy is in use."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return (), ()
-    return numpy.ndarray, tuple(getattr(numpy.random, name) for name in DRAWING)
-
-
 def _module_of(kind: type) -> str:
     """Returns the module of a class; that of a program run by `exec` is not the built-in one."""
-    module = DICT_OF_CLASS(kind).get("__module__", "builtins")
-    is_of_program = module == "builtins" and kind.__flags__ & HEAP_TYPE
-    return "__main__" if is_of_program else str(module)
+    module = str(DICT_OF_CLASS(kind).get("__module__", "builtins"))
+    return "__main__" if module == "builtins" and kind.__flags__ & HEAP_TYPE else module
 
 
 @functools.cache
-def _is_open(module: str | None) -> bool:
-    """Returns whether objects of a module's classes may hold what a step reads."""
-    return (module or "torch").partition(".")[0] not in CLOSED
+def _is_closed(module: str) -> bool:
+    """Returns whether objects of a module's classes hold nothing that a step reads."""
+    return module != "__main__" and module.partition(".")[0] in CLOSED
 
 
 @functools.cache
-def _is_own(module: str | None) -> bool:
+def _is_own(module: str) -> bool:
     """Returns whether a module is the program's own, not one that was installed."""
-    if module == "__main__":
-        # which may be installed, too
-        return True
-    path = getattr(sys.modules.get(module or ""), "__file__", None) or ""
-    return _is_open(module) and "site-packages" not in path and "dist-packages" not in path
+    path = getattr(sys.modules.get(module), "__file__", None) or ""
+    is_installed = "site-packages" in path or "dist-packages" in path
+    # which may be installed, too
+    return module == "__main__" or not (_is_closed(module) or is_installed)

@@ -49,9 +49,7 @@ WAYS_OUT = {
     "swa_utils.py": "call update_parameters after the step",
 }
 KEEP_ON_DEVICE = "keep it on the device: with torch.where, masks, or an index of fixed size"
-# the names of storages that nothing has written yet, and of those with which kernels say which
-# random numbers they drew: so many numbers on the host, and in a capture on the device
-EMPTY, SEED = "empty memory", "a seed"
+# with which kernels say which random numbers they drew: on the host, and in a capture on the device
 SEEDS, MOST_SEEDS = (torch.int64, torch.uint64), 2
 
 
@@ -67,13 +65,11 @@ class Obstacle(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """A tensor that a kernel is given: where it comes from, and how it lies in that storage.
+    """A tensor that a kernel is given: of which storage, and how it lies there."""
 
-    Attributes:
-        origin: text, or the address of another storage from before the step.
-    """
-
-    origin: str | int
+    origin: str
+    # a storage from before the step that is no part of the state
+    address: int = 0
     offset: int = 0
     sizes: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
@@ -81,12 +77,10 @@ class Operand(NamedTuple):
 
     def __str__(self) -> str:
         """Says what it is."""
-        outside = "another tensor from before the step"
-        origin = outside if isinstance(self.origin, int) else self.origin
-        return f"{origin} {tuple(self.sizes)}"
+        return f"{self.origin} {tuple(self.sizes)}"
 
 
-# a tensor that the step made, where no mode saw it
+# one that the step made, where no mode saw it
 UNSEEN = Operand("a tensor of the step")
 
 
@@ -103,14 +97,17 @@ class ObservedKernel(NamedTuple):
         for value, later in zip(self.values, other.values, strict=False):
             # most are operands, whose parts have types of their own
             if not (type(value) is Operand and value == later) and not is_same(value, later):
-                return f"{self.name} is given {_text(value)}, and {_text(later)} {now}"
+                given, others = (
+                    f"{v}" if type(v) is Operand else shortened(v) for v in (value, later)
+                )
+                return f"{self.name} is given {given}, and {others} {now}"
         if len(self.values) != len(other.values):
             return f"{self.name} is given {len(self.values)} values, {len(other.values)} {now}"
         return None
 
 
 def _text(value: object) -> str:
-    return str(value) if isinstance(value, Operand) else shortened(value)
+    return str(value) if type(value) is Operand else shortened(value)
 
 
 class Observation:
@@ -118,19 +115,13 @@ class Observation:
 
     Attributes:
         obstacle: what a graph of it cannot do; None if nothing was found.
-        calls: its kernels, and as the last one what it returns.
+        calls: its kernels; as the last ones what it returns, and what it leaves in the state.
         storages: storages from before the step that kernels read, by their addresses.
         outside: the ones among them in which no tensor of the state lies.
-        left: for the names of tensors of the state, what is there now.
         replaced: where tensors were kept that the step has replaced without reading them.
     """
 
-    def __init__(
-        self,
-        step: Callable[[], PyTree],
-        state: Guards,
-        batch: Iterable[Tensor],
-    ) -> None:
+    def __init__(self, step: Callable[[], PyTree], state: Guards, batch: Iterable[Tensor]) -> None:
         device = state.device
         self.obstacle: Obstacle | None = None
         self.calls: list[ObservedKernel] = []
@@ -142,9 +133,8 @@ class Observation:
             )
         generators = _host_generators(state)
         # weakly: the step may free them; another one may come to lie at the same address
-        pairs = [(location, location.read()) for location in state.tensors]
+        pairs = ((location, location.read()) for location in state.tensors)
         before = [(where, gone if tensor is None else ref(tensor)) for where, tensor in pairs]
-        del pairs
         observer = _Observer(self, batch, state)
         with observer:
             self._outputs: PyTree = step()
@@ -161,17 +151,20 @@ class Observation:
                 f"it changes {difference}, which replays would leave as it is",
                 "change it after the step, or keep it in a tensor that is written in place",
             )
+        now = [(where, tensor, where.read()) for where, tensor in before]
         self.replaced = [
-            location
-            for location, tensor in before
+            where
+            for where, tensor, new in now
             if tensor is not gone
-            and (tensor() is None or location.read() is not tensor())
-            and location.storage not in self.storages
+            and (tensor() is None or new is not tensor())
+            and where.storage not in self.storages
         ]
         of_state = {location.storage for location in state.tensors}
-        pairs_outside = (pair for pair in self.storages.items() if pair[0] not in of_state)
-        self.outside = [storage for _, storage in pairs_outside]
-        self.left = {where.name: observer.left(where.read(), tensor()) for where, tensor in before}
+        self.outside = [each for at, each in self.storages.items() if at not in of_state]
+        self.left = {
+            where.name: ("as it was",) if new is tensor() else (observer.value(new),)
+            for where, tensor, new in now
+        }
         self.storages.clear()
 
     def take_outputs(self) -> PyTree:
@@ -186,31 +179,16 @@ class Observation:
 
     def difference(self, later: "Observation", now: str = "in the next") -> str | None:
         """Returns how a later step differed, which is `now`; None if it did not."""
-        pairs = zip(self.calls, later.calls, strict=False)
-        for number, (call, other) in enumerate(pairs):
+        # tensors that it replaces unread are compared in one of them only
+        both = [name for name in self.left if name in later.left]
+        one, two = (
+            [*each.calls, *(ObservedKernel(name, each.left[name]) for name in both)]
+            for each in (self, later)
+        )
+        for number, (call, other) in enumerate(zip(one, two, strict=False)):
             if (text := call.difference(other, now)) is not None:
                 return f"{text} (kernel {number} of {len(self.calls) - 1})"
-        if len(self.calls) != len(later.calls):
-            return f"it runs {len(self.calls)} kernels, {len(later.calls)} {now}"
-        for name in self.left.keys() & later.left.keys():
-            if not is_same(left := self.left[name], is_left := later.left[name]):
-                return f"it leaves {_text(left)} in {name}, and {_text(is_left)} {now}"
         return None
-
-
-class Origin(NamedTuple):
-    """Where a storage comes from.
-
-    Attributes:
-        storage: weakly; another one may come to have its number.
-        offset: where in it the tensor begins that is called so.
-        is_own: whether the step was given it, or made it.
-    """
-
-    storage: Callable[[], object]
-    name: str
-    offset: int
-    is_own: bool
 
 
 class _Observer(KernelMode):  # type: ignore[no-untyped-call]
@@ -221,34 +199,31 @@ class _Observer(KernelMode):  # type: ignore[no-untyped-call]
     def __init__(self, observation: Observation, batch: Iterable[Tensor], state: Guards) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.observation, self.device = observation, state.device
-        # by the numbers of storages
-        self.origins: dict[int, Origin] = {}
+        # by the numbers of storages, weakly since another may get the number: what a storage is
+        # called, from where on, and whether the step made it or was given it
+        self.origins: dict[int, tuple[Callable[[], object], str, int, bool]] = {}
         self.of_state = {location.storage for location in state.tensors}
         for location in reversed(state.tensors):
             tensor = location.read()
             if location.storage > 0 and tensor is not None:
                 self._note(tensor, location.name, is_own=False)
         for number, tensor in enumerate(batch):
-            self._note(tensor, f"tensor {number} of the batch", offset=int(tensor.storage_offset()))
+            self._note(tensor, f"tensor {number} of the batch", int(tensor.storage_offset()))
 
-    def _note(self, tensor: Tensor, name: str, *, offset: int = 0, is_own: bool = True) -> None:
+    def _note(self, tensor: Tensor, name: str, offset: int = 0, is_own: bool = True) -> None:
         if (storage := storage_of(tensor)) is not None:
-            self.origins[storage._cdata] = Origin(ref(storage), name, offset, is_own)
+            self.origins[storage._cdata] = ref(storage), name, offset, is_own
 
-    def _origin(self, tensor: Tensor) -> Origin | None:
+    def _origin(self, tensor: Tensor) -> tuple[str, int, bool] | None:
         """Returns where a tensor's storage comes from; None if no mode saw it being made."""
-        storage = storage_of(tensor)
-        origin = None if storage is None else self.origins.get(storage._cdata)
-        return origin if origin is not None and origin.storage() is storage else None
+        if (storage := storage_of(tensor)) is None:
+            return UNSEEN.origin, 0, True
+        alive, name, offset, is_own = self.origins.get(storage._cdata, (gone, "", 0, False))
+        return (name, offset, is_own) if alive() is storage else None
 
     def _is_own(self, tensor: Tensor) -> bool:
         origin = self._origin(tensor)
-        return storage_of(tensor) is None or (origin is not None and origin.is_own)
-
-    def _is_copy(self, tensor: Tensor) -> bool:
-        """Returns whether a kernel that is replayed reads a copy, which no mode saw being made."""
-        storage = storage_of(tensor)
-        return storage is not None and thread.replaying and storage.data_ptr() not in self.of_state
+        return origin is not None and origin[2]
 
     def _is_on_host(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" != self.device.type
@@ -267,41 +242,35 @@ class _Observer(KernelMode):  # type: ignore[no-untyped-call]
         before = {*map(_number, inputs)}
         out = func(*args, **kwargs or {})
         results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-        self._note_results(func, results, before)
+        draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        for index, tensor in enumerate(results):
+            if _number(tensor) not in before:
+                is_seed = draws and tensor.dtype in SEEDS and tensor.numel() <= MOST_SEEDS
+                # what is empty first is called after the kernel in front of it
+                name = f"result {index} of kernel {len(calls) - 1}"
+                self._note(tensor, UNSEEN.origin if is_seed else name)
         if self.observation.obstacle is None:
             self._look_for_obstacle(func, inputs, results, is_lifted)
         return out
-
-    def _note_results(self, func: Operator, results: list[Tensor], inputs: set[int]) -> None:
-        """Notes which kernel made new storages, or filled those that were empty before."""
-        kernel, draws = len(self.observation.calls) - 1, torch.Tag.nondeterministic_seeded
-        for index, tensor in enumerate(results):
-            is_new, origin = _number(tensor) not in inputs, self._origin(tensor)
-            if not is_new and (origin is None or func in IDLE or origin.name != EMPTY):
-                continue
-            name = EMPTY if func in IDLE else f"result {index} of kernel {kernel}"
-            is_seed = draws in getattr(func, "tags", ()) and tensor.dtype in SEEDS
-            self._note(tensor, SEED if is_seed and tensor.numel() <= MOST_SEEDS else name)
-
-    def left(self, now: object, before: object) -> object:
-        """Returns what stands for a tensor that is where another one was before the step."""
-        return "what was there" if now is before else self.value(now)
 
     def value(self, leaf: object) -> object:
         """Returns what a graph makes constant of an argument of a kernel."""
         if not isinstance(leaf, Tensor):
             return leaf if is_plain(leaf) else type(leaf).__name__
         storage, origin = storage_of(leaf), self._origin(leaf)
-        is_seed = origin is not None and origin.name == SEED
-        if storage is None or is_seed or (origin is None and self._is_copy(leaf)):
+        address = 0 if storage is None else storage.data_ptr()
+        if origin is None and thread.replaying and address not in self.of_state:
+            # a kernel that is replayed reads a copy
             return UNSEEN
-        if self._is_on_host(leaf) and leaf.numel() == 1 and self._is_own(leaf):
+        if storage is not None and (origin is None or not origin[2]):
+            self.observation.storages[address] = storage
+        name, begin, is_own = origin or ("another tensor from before the step", 0, False)
+        if name == UNSEEN.origin:
+            return UNSEEN
+        if is_own and leaf.numel() == 1 and self._is_on_host(leaf):
             return leaf.tolist()
-        if origin is None or not origin.is_own:
-            self.observation.storages[storage.data_ptr()] = storage
-        name, begin = (storage.data_ptr(), 0) if origin is None else (origin.name, origin.offset)
-        begin = int(leaf.storage_offset()) - begin
-        return Operand(name, begin, leaf.size(), leaf.stride(), leaf.dtype)
+        where = int(leaf.storage_offset()) - begin, leaf.size(), leaf.stride(), leaf.dtype
+        return Operand(name, 0 if origin else address, *where)
 
     def _look_for_obstacle(
         self, func: Operator, inputs: list[Tensor], results: list[Tensor], is_lifted: bool
