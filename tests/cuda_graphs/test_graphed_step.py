@@ -306,7 +306,7 @@ def test_a_stale_learning_rate_would_be_noticed(monkeypatch: pytest.MonkeyPatch)
 
     def without_rates(self: Guards) -> Any:
         found = change(self)
-        return None if found is not None and found.name.endswith(".lr") else found
+        return None if found is not None and "].lr (" in found else found
 
     monkeypatch.setattr(Guards, "change", without_rates)
     # an audit notices it, and says so

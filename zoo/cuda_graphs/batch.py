@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zoo._torch import DisableTorchFunction, PyTree, is_traceable_wrapper_subclass
-from zoo.cuda_graphs.watched_values import PLAIN, bits_of, is_plain
+from zoo.cuda_graphs.watched_values import PLAIN, is_plain
 from zoo.errors import GraphError, shortened
 from zoo.invocation import Invocation
 from zoo.profiling.tensor_spec import flattened, tensors_held_by
@@ -35,8 +35,9 @@ class BatchKind(NamedTuple):
 
 def _leaf_kind(leaf: object) -> tuple[object, ...]:
     if not isinstance(leaf, Tensor):
-        # an object is another kind than any other
-        return type(leaf), bits_of(leaf) if is_plain(leaf) else id(leaf)
+        # -0.0 is not 0.0; an object is another kind than any other
+        value = float.hex(leaf) if isinstance(leaf, float) else leaf
+        return type(leaf), value if is_plain(leaf) else id(leaf)
     strides = leaf.stride() if leaf.layout is torch.strided else None
     about = leaf.shape, strides, leaf.dtype, leaf.device, leaf.layout, leaf.requires_grad
     # with what the program has put on the tensor

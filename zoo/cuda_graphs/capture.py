@@ -195,7 +195,7 @@ class CapturedStep:
         before = [(location, location.read()) for location in state.tensors]
         try:
             for location in state.tensors:
-                if location.is_gradient and location.name in unread:
+                if location.values.is_gradient and location.name in unread:
                     # the step drops it, and its memory is not the pool's
                     location.write(None)
             run = functools.partial(self.static.batch.on, step)

@@ -1,65 +1,140 @@
-"""What is looked at before each replay: exact, cheap, and all that holds for sure.
+"""What is looked at before each replay: exact, cheap, and a change captures anew.
 
     the whole program   autocast, modes, hooks of all modules and optimizers, torch's settings
-    models              parameters, buffers, gradients, `training`, attributes, hooks, plans
-    optimizers          groups and state
-    the step's code     closure cells, globals and attributes that it names
+    module, optimizer   all attributes: parameters, gradients, hooks, groups, state, plans
+    function            variables of functions around it, globals that it names, defaults
+    other objects       attributes that the code names, and of the program's classes theirs
 
-A change captures anew. What the step reads in other ways is noticed by an audit (`audit`).
+From the step on, functions of the program are followed, not those of libraries, and their values a
+few containers deep. What lies deeper, or is read in other ways, is left to the audits (`audit`).
 """
 
+import dis
 import functools
-from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+import operator
+import random
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from zoo._torch import HOOKS_AFTER_ALL_STEPS, HOOKS_OF_ALL_STEPS, dispatch_modes
-from zoo.cuda_graphs.named_values import NamedValues
-from zoo.cuda_graphs.watched_values import StateChange
+from zoo.cuda_graphs.watched_values import MISSING, WatchedValues, is_plain
 from zoo.engine.kernel_settings import TABLE, read_settings
 from zoo.layers.module_hooks import GLOBAL_HOOKS
+from zoo.tracing.planned_forward import PatchedForward
 
+# containers in containers, and objects in objects, that are looked into; numbers of one, at most
+DEEPEST, MOST_VALUES = 6, 4096
+# objects whose attributes are all compared
+WHOLE = (nn.Module, Optimizer, LRScheduler, Distribution, SimpleNamespace)
+# parts of a module that the names of what is in them leave out
+UNNAMED = ("_parameters", "_buffers", "_modules")
+# attributes of torch's wrapper, whose others are notes of its own on each step
+OF_PARALLEL = ("training", "_modules", "_forward_hooks", "require_backward_grad_sync")
+# of a parameter
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+# what draws random numbers on the host, where NumPy is in use
+DRAWING = ("Generator", "RandomState", "BitGenerator")
+# flag of classes that are made while a program runs
+HEAP_TYPE = 1 << 9
+CLOSED = (*sys.stdlib_module_names, "torch", "zoo", "numpy")
+# asked without the program's own code, which may hand out attributes in its own way
+DICT_OF_CLASS: Callable[[type], Mapping[str, Any]] = type.__dict__["__dict__"].__get__
+CONTAINERS: tuple[Any, ...] = (dict, list, tuple, deque, set, frozenset)
+# what wraps functions, and where it has them
+WRAPPERS: dict[type, tuple[str, ...]] = {
+    MethodType: ("__self__", "__func__"),
+    functools.partial: ("func", "args", "keywords"),
+    type(functools.lru_cache(print)): ("__wrapped__",),
+    property: ("fget",),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+}
+# of all modules, and of all optimizers
 HOOKS_OF_ALL = (*GLOBAL_HOOKS, HOOKS_OF_ALL_STEPS, HOOKS_AFTER_ALL_STEPS)
+
+
+class Found(NamedTuple):
+    """A value that is reached, and the number of containers and objects around it."""
+
+    name: str
+    value: Any
+    depth: int = 0
 
 
 class Guards:
     """Values and tensors that a training step may read, as they were when this was made.
 
     Attributes:
-        tensors: where tensors and gradients are kept.
+        values: what is compared.
+        tensors: where tensors and gradients are kept, but for those that are not compared.
+        unread: names of these.
         generators, host_generators: what draws random numbers, of torch and others.
         scalers: names of the GradScalers in use.
-        unread: names of tensors that are not compared.
     """
 
     def __init__(self, roots: Mapping[str, Any], device: torch.device) -> None:
-        self.device = device
-        self.ambient = _ambient(device)
-        named = NamedValues(roots)
-        self.values, self.scalers = named.values, named.scalers
-        self.tensors = [location for values in self.values for location in values.locations()]
-        self.generators, self.host_generators = named.generators, named.host_generators
-        seen: Counter[str] = Counter()
-        for location in self.tensors:
-            seen[location.name] += 1
-            # names are unique
-            location.name += f" ({seen[location.name]})" * (seen[location.name] > 1)
+        self.device, self.ambient = device, _ambient(device)
         self.unread: set[str] = set()
+        numpy = getattr(sys.modules.get("numpy"), "random", None)
+        drawing = (random.Random, *(getattr(numpy, name) for name in DRAWING if numpy))
+        self.visitors: dict[Any, Callable[[Found], None]] = {
+            Tensor: self._add_parameter,
+            torch.Generator: lambda found: self.generators.append(found.value),
+            drawing: lambda found: self.host_generators.append(found.value),
+            torch.amp.GradScaler: self._add_scaler,
+            CONTAINERS: self._add_container,
+            tuple(WRAPPERS): self._add_wrapper,
+            PatchedForward: self._add_plan,
+            FunctionType: self._add_function,
+            type: self._add_class,
+            object: self._add_object,
+        }
+        # names that code uses, by which attributes of objects are chosen
+        self.names: set[str] = set()
+        count = -1
+        while count != len(self.names):
+            count = len(self.names)
+            self.values: list[WatchedValues] = []
+            self.generators: list[torch.Generator] = []
+            self.host_generators: list[Any] = []
+            self.scalers: list[str] = []
+            # keeps each object alive, so that its id is not reused
+            self.seen: dict[int, Any] = {}
+            self.waiting = deque(Found(*root) for root in roots.items())
+            while self.waiting:
+                self._visit(self.waiting.popleft())
+        self.seen.clear()
+        self.tensors = [location for values in self.values for location in values.locations()]
+        known: Counter[str] = Counter()
+        for location in self.tensors:
+            known[location.name] += 1
+            # names are unique
+            location.name += f" ({known[location.name]})" * (known[location.name] > 1)
 
-    def change(self) -> StateChange | None:
-        """Returns the first thing that is not as it was; None if all is."""
+    def change(self) -> str | None:
+        """Says what is not as it was; None if all is."""
         now = _ambient(self.device)
         if now != self.ambient:
-            names = zip(_ambient_names(), self.ambient, now, strict=False)
-            return next(StateChange(*each) for each in names if each[1] != each[2])
+            pairs = zip(_ambient_names(), self.ambient, now, strict=False)
+            return next(
+                f"{name} ({was}, now {is_now})" for name, was, is_now in pairs if was != is_now
+            )
         changes = (values.change() for values in self.values)
         return next((change for change in changes if change is not None), None)
 
-    def changed_by_step(self) -> StateChange | None:
-        """Returns a value that the step has changed, which replays would leave as it is."""
-        changes = (values.change(by_step=True) for values in self.values if not values.kind)
+    def changed_by_step(self) -> str | None:
+        """Says which value the step has changed, which replays would leave as it is."""
+        changes = (values.change(by_step=True) for values in self.values if not values.is_gradient)
         return next((change for change in changes if change is not None), None)
 
     def forget(self, names: set[str]) -> None:
@@ -69,6 +144,162 @@ class Guards:
             if location.name in names:
                 location.forget()
         self.tensors = [location for location in self.tensors if location.name not in names]
+
+    def _visit(self, found: Found) -> None:
+        if (
+            found.depth <= DEEPEST
+            and not is_plain(found.value)
+            and id(found.value) not in self.seen
+        ):
+            self.seen[id(found.value)] = found.value
+            kind = type(found.value)
+            next(visit for base, visit in self.visitors.items() if issubclass(kind, base))(found)
+
+    def _watch(
+        self, found: Found, read: Callable[[], Any], keys: Iterable[Any] = (), write: Any = None
+    ) -> None:
+        watched = WatchedValues(found.name, read, (*keys,), write)
+        self.values.append(watched)
+        for index, value in enumerate(read()):
+            self.waiting.append(Found(watched.name_of(index), value, found.depth + 1))
+
+    def _watch_keys(self, found: Found, mapping: Any, keys: Iterable[str]) -> None:
+        """Watches some variables or attributes, also those that are not there yet."""
+        if keys := (*dict.fromkeys(keys),):
+            read = lambda: tuple(mapping.get(key, MISSING) for key in keys)  # noqa: E731
+            self._watch(found, read, keys, getattr(mapping, "__setitem__", None))
+
+    def _add_scaler(self, found: Found) -> None:
+        self.scalers += [found.name] * found.value.is_enabled()
+
+    def _add_container(self, found: Found) -> None:
+        values = found.value
+        base = next(base for base in CONTAINERS if issubclass(type(values), base))
+        is_dict, length = base is dict, base.__len__(values)
+        write = hasattr(base, "__setitem__") and functools.partial(base.__setitem__, values)
+        if length > MOST_VALUES:
+            self._watch(found, lambda: (base.__len__(values),))
+        elif is_dict:
+            self._watch(found, lambda: (*dict.values(values), *dict(values)), dict(values), write)
+        else:
+            self._watch(found, lambda: (*base.__iter__(values),), range(length), write)
+        if type(values) is not base:
+            self._add_object(found)
+
+    def _add_wrapper(self, found: Found) -> None:
+        kind = next(kind for kind in WRAPPERS if issubclass(type(found.value), kind))
+        # it is no level of its own
+        self.waiting += (found._replace(value=getattr(found.value, key)) for key in WRAPPERS[kind])
+
+    def _add_plan(self, found: Found) -> None:
+        name, patch, _ = found
+        name = f"the plan of {name.removesuffix('.forward')}"
+        self.values.append(WatchedValues(name, lambda: (patch.latest,)))
+
+    def _add_parameter(self, found: Found) -> None:
+        name, tensor, _ = found
+        if tensor.is_leaf and tensor.requires_grad:
+            write, hooks = functools.partial(setattr, tensor), operator.attrgetter(*HOOKS)
+            read = lambda: tuple(key for of in hooks(tensor) for key in of or ())  # noqa: E731
+            of_gradient = f"the gradient of {name}", lambda: (tensor.grad,), ("grad",), write
+            self.values.append(WatchedValues(*of_gradient))
+            self.values.append(WatchedValues(f"the hooks of {name}", read))
+
+    def _add_object(self, found: Found) -> None:
+        name, value, depth = found
+        kind, own = type(value), attributes_of(value)
+        module = own.get("__name__") if issubclass(kind, ModuleType) else _module_of(kind)
+        if not issubclass(kind, WHOLE) and _is_closed(str(module)):
+            return
+        if issubclass(kind, nn.Module):
+            # before they are met under a longer name; no module is too deep
+            self.waiting += (Found(name, own.get(part)) for part in UNNAMED)
+        if issubclass(kind, WHOLE) and not issubclass(kind, DistributedDataParallel):
+            self._watch(Found(name, None), lambda: (*own.values(), *own), own, own.__setitem__)
+        else:
+            # also those of the class, in front of which one of the object may come
+            keys = (*own, *(key for owner in kind.__mro__ for key in DICT_OF_CLASS(owner)))
+            is_parallel = issubclass(kind, DistributedDataParallel)
+            self._watch_keys(found, own, OF_PARALLEL if is_parallel else self._named(keys))
+        for owner in kind.__mro__:
+            self._visit(Found(name, owner, depth))
+
+    def _named(self, keys: Iterable[str]) -> list[str]:
+        return [key for key in keys if key in self.names]
+
+    def _add_class(self, found: Found) -> None:
+        """Watches methods and attributes of a user's class: those named, and what Python calls."""
+        own = DICT_OF_CLASS(found.value)
+        if _is_own(_module_of(found.value)):
+            called = (key for key in own if key == "forward" or key.startswith("__"))
+            methods = (key for key in called if isinstance(own[key], FunctionType))
+            self._watch_keys(found, own, (*self._named(own), *methods))
+
+    def _add_function(self, found: Found) -> None:
+        name, function, _ = found
+        if not _is_own(function.__module__ or "__main__"):
+            return
+        variables, names = names_in(function.__code__)
+        self.names |= names
+        # its values are the outermost ones
+        within = Found("", function, -1)
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        read = lambda: tuple(map(_contents, cells.values()))  # noqa: E731
+        self._watch(within, read, cells, lambda key, new: setattr(cells[key], "cell_contents", new))
+        # also those that are not there, as of built-in functions
+        self._watch_keys(within, function.__globals__, variables)
+        self.waiting += (Found(name, function.__defaults__), Found(name, function.__kwdefaults__))
+
+
+@functools.cache
+def names_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Returns the globals, and all names, in code and in that of functions in it.
+
+    A string that could be the name of an attribute counts as one, as that of `getattr`.
+    """
+    loads = ((step.opname, step.argval) for step in dis.get_instructions(code))
+    variables = frozenset(name for kind, name in loads if kind in ("LOAD_GLOBAL", "LOAD_NAME"))
+    texts = (text for text in code.co_consts if type(text) is str and text.isidentifier())
+    names = frozenset((*code.co_names, *texts))
+    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return variables.union(*(v for v, _ in inner)), names.union(*(n for _, n in inner))
+
+
+def attributes_of(value: Any) -> Any:
+    """Returns the attributes of an object, without asking its class; none if it has no dict."""
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return own if isinstance(own, dict) else {}
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def _module_of(kind: type) -> str:
+    """Returns the module of a class; that of a program run by `exec` is not the built-in one."""
+    module = str(DICT_OF_CLASS(kind).get("__module__", "builtins"))
+    return "__main__" if module == "builtins" and kind.__flags__ & HEAP_TYPE else module
+
+
+@functools.cache
+def _is_closed(module: str) -> bool:
+    """Returns whether objects of a module's classes hold nothing that a step reads."""
+    return module != "__main__" and module.partition(".")[0] in CLOSED
+
+
+@functools.cache
+def _is_own(module: str) -> bool:
+    """Returns whether a module is the program's own, not one that was installed."""
+    path = getattr(sys.modules.get(module), "__file__", None) or ""
+    is_installed = "site-packages" in path or "dist-packages" in path
+    # which may be installed, too
+    return module == "__main__" or not (_is_closed(module) or is_installed)
 
 
 def _ambient(device: torch.device) -> tuple[Any, ...]:

@@ -15,17 +15,11 @@ from torch import Tensor, nn
 
 from zoo.errors import shortened
 
-# how a plain value is told from others of its type, by methods that a subclass cannot replace: -0.0
-# is not 0.0, and nan is nan
-BITS: dict[type, Callable[[Any], Any]] = {
-    int: lambda value: int.__add__(value, 0),
-    float: float.hex,
-    complex: complex.__repr__,
-    str: str.__str__,
-    bytes: lambda value: bytes.__add__(value, b""),
-}
-CONSTANTS = (types.NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
-PLAIN = (*BITS, *CONSTANTS)
+# types whose values are compared; a subclass by their methods, which it cannot replace
+PLAIN: tuple[Any, ...] = (
+    float, int, complex, str, bytes, types.NoneType, torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
 # what a variable without a value has, and what stands for a tensor that is not compared
 MISSING, ANY = object(), object()
 # nested tuples are compared by what is in them to this depth
@@ -37,12 +31,6 @@ def is_plain(value: object) -> bool:
     return issubclass(type(value), PLAIN)
 
 
-def bits_of(value: Any) -> Any:
-    """Returns what tells a plain value from others of its type."""
-    exact = (bits for base, bits in BITS.items() if issubclass(type(value), base))
-    return next(exact, lambda value: value)(value)
-
-
 def is_same(value: Any, other: Any, depth: int = DEEPEST_TUPLE) -> bool:
     """Compares plain values by type and bits, tuples by what is in them, others by identity."""
     kind = type(value)
@@ -50,8 +38,12 @@ def is_same(value: Any, other: Any, depth: int = DEEPEST_TUPLE) -> bool:
         return bool(value == whereabouts(other))
     if value is other or value is ANY or kind is not type(other):
         return value is other or value is ANY
+    if issubclass(kind, float):
+        # -0.0 is not 0.0, and nan is nan
+        return float.hex(value) == float.hex(other)
     if issubclass(kind, PLAIN):
-        return bool(bits_of(value) == bits_of(other))
+        base = next(base for base in PLAIN if issubclass(kind, base))
+        return base.__eq__(value, other) is True
     if issubclass(kind, tuple):
         pair = (*tuple.__iter__(value),), (*tuple.__iter__(other),)
         alike = depth > 0 and len(pair[0]) == len(pair[1])
@@ -84,36 +76,14 @@ def whereabouts(tensor: Any) -> Whereabouts | None:
     return Whereabouts(address, geometry, tensor.requires_grad, identity)
 
 
-class StateChange(NamedTuple):
-    """A value that has changed."""
-
-    name: str
-    before: Any
-    now: Any
-
-    def __str__(self) -> str:
-        """Says what it was and what it is, where that is plain."""
-        if is_plain(self.before) and is_plain(self.now):
-            return f"{self.name} ({shortened(self.before)}, now {shortened(self.now)})"
-        return self.name
-
-
 class WatchedValues:
-    """The values that a container, an object or a function holds, as they were.
-
-    Attributes:
-        kind: "gradient" of that of a parameter; "counter" of what advances as it is read.
-    """
+    """The values that a container, an object or a function holds, as they were."""
 
     def __init__(
-        self,
-        name: str,
-        read: Callable[[], Any],
-        keys: Sequence[Any] = (),
-        write: Any = None,
-        kind: str = "",
+        self, name: str, read: Callable[[], Any], keys: Sequence[Any] = (), write: Any = None
     ) -> None:
-        self.name, self.read, self.keys, self.write, self.kind = name, read, keys, write, kind
+        self.name, self.read, self.keys, self.write = name, read, keys, write
+        self.is_gradient = keys == ("grad",)
         found = read()
         self.before = [whereabouts(value) or value for value in found]
         # their numbers are not reused
@@ -121,49 +91,42 @@ class WatchedValues:
 
     def name_of(self, index: int) -> str:
         """Returns the name of the value at an index."""
-        key = self.keys[index] if index < len(self.keys) and not self.kind else None
+        key = self.keys[index] if index < len(self.keys) and not self.is_gradient else None
         if type(key) is not str:
             return self.name if key is None else f"{self.name}[{index}]"
         return f"{self.name}.{key}" if self.name else key
 
-    def change(self, by_step: bool = False) -> StateChange | None:
-        """Returns the first value that has changed; `by_step`, but for tensors."""
+    def change(self, by_step: bool = False) -> str | None:
+        """Says which value was and is now another; `by_step`, but for tensors."""
         now = self.read()
         if len(now) != len(self.before):
-            return StateChange(self.name, f"{len(self.before)} entries", f"{len(now)} entries")
+            return f"{self.name} ({len(self.before)} entries, now {len(now)})"
         for index, (before, value) in enumerate(zip(self.before, now, strict=True)):
             if before is value or is_same(before, value):
                 continue
             after = whereabouts(value) if by_step and type(before) is Whereabouts else None
             if after is None or after.identity != before.identity:
-                return StateChange(self.name_of(index), before, value)
+                name, are_plain = self.name_of(index), is_plain(before) and is_plain(value)
+                text = f" ({shortened(before)}, now {shortened(value)})" if are_plain else ""
+                return name + text
         return None
 
     def locations(self) -> Iterator["TensorLocation"]:
         """Yields where tensors are among the values, and where a gradient may be."""
         for index, before in enumerate(self.before[: len(self.keys)]):
-            if self.write and (type(before) is Whereabouts or self.kind == "gradient"):
-                yield TensorLocation(self, index, self.name_of(index))
+            if self.write and (type(before) is Whereabouts or self.is_gradient):
+                storage = before.address if type(before) is Whereabouts else -1
+                yield TensorLocation(self, index, self.name_of(index), storage)
 
 
 @dataclass(eq=False)
 class TensorLocation:
-    """Where a tensor or a gradient is kept."""
+    """Where a tensor or a gradient is kept, and the address of the storage that it had, or -1."""
 
     values: WatchedValues
     index: int
     name: str
-
-    @property
-    def is_gradient(self) -> bool:
-        """Whether that is the gradient of a parameter."""
-        return self.values.kind == "gradient"
-
-    @property
-    def storage(self) -> int:
-        """The address of the storage that it had; -1 of none."""
-        before = self.values.before[self.index]
-        return before.address if type(before) is Whereabouts else -1
+    storage: int
 
     def read(self) -> Any:
         """Returns what is there now."""
