@@ -1,14 +1,11 @@
 """When a step runs eagerly instead of being replayed, to see whether its graph still holds.
 
-Audits come as pairs of consecutive calls: a program that does something in each second call cannot
-do it between them. The first pair comes soon after a capture. The distances to later ones grow to
-`check_every` calls and are drawn between half and one and a half of that, so that no period of the
-program keeps away from them:
+Audits come as pairs of consecutive calls, the first soon after a capture. The distances to later
+ones grow to `check_every` calls, and are drawn between half and one and a half of that, so that no
+period of the program keeps away from them:
 
     call     4        5..7      8, 9      10..14      15, 16     ...
              capture  replays   audits    replays     audits
-
-An audit is a training step of the program as any other, and nothing is trained twice.
 """
 
 import random
@@ -18,8 +15,6 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-
-from zoo.errors import ArgumentError, shortened
 
 # replays before the first audit
 FIRST_DISTANCE = 4
@@ -83,13 +78,3 @@ class Ranks:
             self.schedule.restart()
         there = f"the step of rank {differing - 1} differs from its graph, as its error says"
         return difference or (there if differing else None)
-
-
-def checked_distance(check_every: Any) -> int | None:
-    """Returns `check_every`; raises ArgumentError unless it is None or a number of calls."""
-    if check_every is None or (type(check_every) is int and check_every >= 1):
-        return check_every
-    raise ArgumentError(
-        "check_every is a number of calls, at least 1, after which a replay is compared with the "
-        f"step itself, or None for never; got {shortened(check_every)}"
-    )

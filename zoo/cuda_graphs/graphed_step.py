@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zoo._torch import PyTree, is_traceable_wrapper_subclass
-from zoo.cuda_graphs.audit import AuditSchedule, Ranks, checked_distance
+from zoo.cuda_graphs.audit import AuditSchedule, Ranks
 from zoo.cuda_graphs.batch import BatchKind, check_batch, detached, in_own_memory, own_outputs
 from zoo.cuda_graphs.capture import CapturedStep, DeviceGraphs, Pool, graphs_on
 from zoo.cuda_graphs.guards import Guards
@@ -126,7 +126,11 @@ class GraphedStep:
             self.eager += 1
             return detached(batch.on(self.step))
         check_batch(batch, device)
-        self._check_autocast(device)
+        if torch.is_autocast_enabled(device.type):
+            raise GraphError(
+                f"{self._name} is called under autocast, whose casts of weights would outlive the "
+                "step; enter torch.autocast inside of the step"
+            )
         self._calls += 1
         is_shared = self._ranks.are_many and self._ranks.schedule.is_due()
         outputs, difference = self._train(graphs, batch, is_shared)
@@ -292,10 +296,8 @@ class GraphedStep:
             return
         if len(devices) > 1:
             names = ", ".join(sorted(map(str, devices)))
-            raise GraphError(
-                f"the model is on {names}, and a graph is one of kernels on one device; move all "
-                "of it there"
-            )
+            whole = "and a graph is one of kernels on one device; move all of it there"
+            raise GraphError(f"the model is on {names}, {whole}")
         for optimizer in self.optimizers:
             if not all(group.get("capturable", True) for group in optimizer.param_groups):
                 name = type(optimizer).__name__
@@ -315,13 +317,6 @@ class GraphedStep:
                         "DistributedDataParallel(find_unused_parameters=True) looks for them on "
                         "the host in each step, which replays would not do; leave it out"
                     )
-
-    def _check_autocast(self, device: torch.device) -> None:
-        if torch.is_autocast_enabled(device.type):
-            raise GraphError(
-                f"{self._name} is called under autocast, whose casts of weights would outlive the "
-                "step; enter torch.autocast inside of the step"
-            )
 
 
 def _numbered(name: str, parts: Sequence[Any]) -> dict[str, Any]:
@@ -390,4 +385,9 @@ def make_graphed_step(
                 )
     if not models:
         raise ArgumentError("make_graphed_step needs the model that the step trains; got none")
-    return GraphedStep(step, models, optimizers, checked_distance(check_every))
+    if check_every is not None and not (type(check_every) is int and check_every >= 1):
+        raise ArgumentError(
+            "check_every is a number of calls, at least 1, from one audit to the next, or None for "
+            f"no audits; got {shortened(check_every)}"
+        )
+    return GraphedStep(step, models, optimizers, check_every)

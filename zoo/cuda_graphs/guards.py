@@ -9,6 +9,7 @@ From the step on, functions of the program are followed, not those of libraries,
 few containers deep. What lies deeper, or is read in other ways, is left to the audits (`audit`).
 """
 
+import contextlib
 import dis
 import functools
 import operator
@@ -117,18 +118,16 @@ class Guards:
         self.tensors = [location for values in self.values for location in values.locations()]
         known: Counter[str] = Counter()
         for location in self.tensors:
-            known[location.name] += 1
             # names are unique
-            location.name += f" ({known[location.name]})" * (known[location.name] > 1)
+            known.update((name := location.name,))
+            location.name += f" ({known[name]})" * (known[name] > 1)
 
     def change(self) -> str | None:
         """Says what is not as it was; None if all is."""
         now = _ambient(self.device)
         if now != self.ambient:
             pairs = zip(_ambient_names(), self.ambient, now, strict=False)
-            return next(
-                f"{name} ({was}, now {is_now})" for name, was, is_now in pairs if was != is_now
-            )
+            return next(f"{name} ({was}, now {now})" for name, was, now in pairs if was != now)
         changes = (values.change() for values in self.values)
         return next((change for change in changes if change is not None), None)
 
@@ -146,13 +145,9 @@ class Guards:
         self.tensors = [location for location in self.tensors if location.name not in names]
 
     def _visit(self, found: Found) -> None:
-        if (
-            found.depth <= DEEPEST
-            and not is_plain(found.value)
-            and id(found.value) not in self.seen
-        ):
+        kind, is_new = type(found.value), id(found.value) not in self.seen
+        if is_new and found.depth <= DEEPEST and not is_plain(found.value):
             self.seen[id(found.value)] = found.value
-            kind = type(found.value)
             next(visit for base, visit in self.visitors.items() if issubclass(kind, base))(found)
 
     def _watch(
@@ -175,11 +170,11 @@ class Guards:
     def _add_container(self, found: Found) -> None:
         values = found.value
         base = next(base for base in CONTAINERS if issubclass(type(values), base))
-        is_dict, length = base is dict, base.__len__(values)
+        length = base.__len__(values)
         write = hasattr(base, "__setitem__") and functools.partial(base.__setitem__, values)
         if length > MOST_VALUES:
             self._watch(found, lambda: (base.__len__(values),))
-        elif is_dict:
+        elif base is dict:
             self._watch(found, lambda: (*dict.values(values), *dict(values)), dict(values), write)
         else:
             self._watch(found, lambda: (*base.__iter__(values),), range(length), write)
@@ -192,9 +187,8 @@ class Guards:
         self.waiting += (found._replace(value=getattr(found.value, key)) for key in WRAPPERS[kind])
 
     def _add_plan(self, found: Found) -> None:
-        name, patch, _ = found
-        name = f"the plan of {name.removesuffix('.forward')}"
-        self.values.append(WatchedValues(name, lambda: (patch.latest,)))
+        name = f"the plan of {found.name.removesuffix('.forward')}"
+        self.values.append(WatchedValues(name, lambda: (found.value.latest,)))
 
     def _add_parameter(self, found: Found) -> None:
         name, tensor, _ = found
@@ -220,20 +214,18 @@ class Guards:
             # also those of the class, in front of which one of the object may come
             keys = (*own, *(key for owner in kind.__mro__ for key in DICT_OF_CLASS(owner)))
             is_parallel = issubclass(kind, DistributedDataParallel)
-            self._watch_keys(found, own, OF_PARALLEL if is_parallel else self._named(keys))
+            named = OF_PARALLEL if is_parallel else filter(self.names.__contains__, keys)
+            self._watch_keys(found, own, named)
         for owner in kind.__mro__:
             self._visit(Found(name, owner, depth))
-
-    def _named(self, keys: Iterable[str]) -> list[str]:
-        return [key for key in keys if key in self.names]
 
     def _add_class(self, found: Found) -> None:
         """Watches methods and attributes of a user's class: those named, and what Python calls."""
         own = DICT_OF_CLASS(found.value)
         if _is_own(_module_of(found.value)):
-            called = (key for key in own if key == "forward" or key.startswith("__"))
-            methods = (key for key in called if isinstance(own[key], FunctionType))
-            self._watch_keys(found, own, (*self._named(own), *methods))
+            called = (key for key, value in own.items() if isinstance(value, FunctionType))
+            called = (key for key in called if key == "forward" or key.startswith("__"))
+            self._watch_keys(found, own, (*filter(self.names.__contains__, own), *called))
 
     def _add_function(self, found: Found) -> None:
         name, function, _ = found
@@ -267,18 +259,15 @@ def names_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 def attributes_of(value: Any) -> Any:
     """Returns the attributes of an object, without asking its class; none if it has no dict."""
-    try:
-        own = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return {}
-    return own if isinstance(own, dict) else {}
+    with contextlib.suppress(AttributeError):
+        return object.__getattribute__(value, "__dict__")
+    return {}
 
 
 def _contents(cell: CellType) -> Any:
-    try:
+    with contextlib.suppress(ValueError):
         return cell.cell_contents
-    except ValueError:
-        return MISSING
+    return MISSING
 
 
 def _module_of(kind: type) -> str:

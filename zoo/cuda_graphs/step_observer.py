@@ -1,16 +1,16 @@
 """Observes a step: what a graph would make constant of what its Python does.
 
-A dispatch mode below autograd writes down which kernels run, their numbers, and of each tensor
-where it comes from and how it lies there. Where two steps that begin alike are written down alike,
-a graph of one of them does what the next one would have done:
+A dispatch mode below autograd writes down which kernels run, their numbers, and where each tensor
+comes from. If two steps that begin alike are written down alike, a graph of one does what the other
+does:
 
     aten.mul.Tensor    (model.0.weight, 0.9)     0.81 in the next step: a number that Python
                                                  changes from step to step
     aten.add.Tensor    (result 0 of kernel 7, the batch's tensor 1)
 
-Numbers on the device are never read. What no graph can do is an obstacle: a number that is read out
-of a tensor, kernels on the host or copies from it, numbers that are drawn on the host, and values
-that the step itself changes, which replays would leave as they are.
+Numbers on the device are never read. What no graph can do is an obstacle: a number read out of a
+tensor, kernels on the host or copies from it, numbers drawn on the host, and values that the step
+itself changes, which replays would leave as they are.
 """
 
 import os
@@ -68,8 +68,7 @@ class Operand(NamedTuple):
     """A tensor that a kernel is given: of which storage, and how it lies there."""
 
     origin: str
-    # a storage from before the step that is no part of the state
-    address: int = 0
+    address: int = 0  # of a storage from before the step that is no part of the state
     offset: int = 0
     sizes: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
@@ -127,10 +126,8 @@ class Observation:
         self.calls: list[ObservedKernel] = []
         self.storages: dict[int, UntypedStorage] = {}
         for name in state.scalers:
-            self.note(
-                f"{name} is a GradScaler, which decides in Python whether to step",
-                "use bfloat16, which needs none",
-            )
+            what = f"{name} is a GradScaler, which decides in Python whether to step"
+            self.note(what, "use bfloat16, which needs none")
         generators = _host_generators(state)
         # weakly: the step may free them; another one may come to lie at the same address
         pairs = ((location, location.read()) for location in state.tensors)
@@ -142,23 +139,16 @@ class Observation:
         returned = str(structure), *map(observer.value, leaves)
         self.calls.append(ObservedKernel("what it returns", returned))
         if generators != _host_generators(state):
-            self.note(
-                "it draws random numbers on the host, which replays would not draw again",
-                f"draw them on {device}, or before the step and pass them as a tensor",
-            )
+            what = "it draws random numbers on the host, which replays would not draw again"
+            self.note(what, f"draw them on {device}, or before the step and pass them as a tensor")
         if (difference := state.changed_by_step()) is not None:
-            self.note(
-                f"it changes {difference}, which replays would leave as it is",
-                "change it after the step, or keep it in a tensor that is written in place",
-            )
+            what = f"it changes {difference}, which replays would leave as it is"
+            way_out = "change it after the step, or keep it in a tensor that is written in place"
+            self.note(what, way_out)
         now = [(where, tensor, where.read()) for where, tensor in before]
-        self.replaced = [
-            where
-            for where, tensor, new in now
-            if tensor is not gone
-            and (tensor() is None or new is not tensor())
-            and where.storage not in self.storages
-        ]
+        earlier = [(where, tensor(), new) for where, tensor, new in now if tensor is not gone]
+        changed = [where for where, tensor, new in earlier if new is not tensor or new is None]
+        self.replaced = [where for where in changed if where.storage not in self.storages]
         of_state = {location.storage for location in state.tensors}
         self.outside = [each for at, each in self.storages.items() if at not in of_state]
         self.left = {
