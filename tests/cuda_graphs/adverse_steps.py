@@ -40,7 +40,8 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
         self.program, self.kept = program, program.make()
         self.outside: list[Tensor] = []
-        read, model, optimizer, kept, training = program.read, self.model, self.optimizer, self.kept, self
+        read, kept, model, optimizer = program.read, self.kept, self.model, self.optimizer
+        training = self
 
         def step(x: Tensor) -> Tensor:
             weight = read(kept, training)
@@ -62,8 +63,6 @@ class Program(NamedTuple):
 
     Attributes:
         step: makes the whole step of a training, where it is none that scales its loss.
-        way: "once" where a change is seen at once, "audit" where an audit notices it, "eager" where
-            the step changes it itself, and no graph is made of it.
     """
 
     make: Callable[[], Any]
@@ -230,6 +229,8 @@ class TensorEquality(NoEquality):
     def __eq__(self, other: object) -> Any:
         return torch.ones(3)
 
+    __hash__ = None  # type: ignore[assignment]
+
 
 class Endless(list):  # type: ignore[type-arg]
     """A list whose iteration does not end."""
@@ -304,6 +305,7 @@ def in_file() -> Path:
 
 
 GLOBAL = {"weight": 1.0}
+# what `set_global` sets
 WEIGHT = 1.0
 VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("weight", default=1.0)
 LOCAL = threading.local()
@@ -326,13 +328,12 @@ def defaulted(values: Any = [1.0]) -> float:  # noqa: B006 - it is what is chang
 
 def reset() -> None:
     """Sets what is not made anew."""
-    global WEIGHT
-    WEIGHT = GLOBAL["weight"] = Holder.of_class = Meta.weight = Descriptor.weight = 1.0
+    GLOBAL["weight"] = Holder.of_class = Meta.weight = Descriptor.weight = 1.0
+    set_global(1.0)
     VARIABLE.set(1.0)
     LOCAL.weight = 1.0
     os.environ["ADVERSE_WEIGHT"] = "1.0"
     defaulted.__defaults__[0][0] = 1.0  # type: ignore[index]
-    helper.__defaults__ = None
     cached.cache_clear()
 
 
@@ -344,8 +345,7 @@ def cached() -> float:
 
 def set_global(value: float) -> None:
     """Sets a global number."""
-    global WEIGHT
-    WEIGHT = value
+    globals()["WEIGHT"] = value
 
 
 def half(name: str) -> Callable[[Any], None]:
@@ -401,7 +401,7 @@ ATTRIBUTES = {
     ),
     "method": number(Holder, lambda one: one.method(), half("_hidden")),
     "getattr": number(Holder, lambda one: getattr(one, "_hid" + "den"), half("_hidden")),
-    "attrgetter": number(Holder, lambda one: operator.attrgetter("own")(one), half("own")),
+    "attrgetter": number(Holder, operator.attrgetter("own"), half("own")),
     "vars": number(Holder, lambda one: vars(one)["own"], half("own")),
     "all of vars": number(Holder, lambda one: sum(vars(one).values()), half("own")),
     "__getattr__": number(
@@ -414,7 +414,7 @@ ATTRIBUTES = {
         Described, lambda one: one.weight, lambda one: setattr(Descriptor, "weight", 0.5)
     ),
     "other class": number(
-        lambda: type("One", (), {"weight": 1.0})(),
+        type("One", (), {"weight": 1.0}),
         lambda one: one.weight,
         lambda one: setattr(one, "__class__", type("Two", (), {"weight": 0.5})),
     ),
@@ -464,9 +464,7 @@ CONTAINERS = {
         lambda: collections.Counter("a"), lambda one: one["a"], lambda one: one.update("aa")
     ),
     "set": number(lambda: {1}, len, lambda one: one.add(2)),
-    "keys of a dict": number(
-        lambda: {1.0: None}, lambda one: sum(one), lambda one: one.update({0.5: one.pop(1.0)})
-    ),
+    "keys of a dict": number(lambda: {1.0: None}, sum, lambda one: one.update({0.5: one.pop(1.0)})),
     "order of a dict": number(
         lambda: {"a": 1.0, "b": 0.5},
         lambda one: next(iter(one.values())),
@@ -567,7 +565,9 @@ SETTINGS = {
         lambda one: one.update(mode=Mode.HALF),
     ),
     "flag": number(
-        lambda: {"mode": Flag.ONE}, lambda one: int(one["mode"]), lambda one: one.update(mode=Flag.TWO)
+        lambda: {"mode": Flag.ONE},
+        lambda one: int(one["mode"]),
+        lambda one: one.update(mode=Flag.TWO),
     ),
     "namespace": number(
         lambda: namespace(loss=namespace(weight=1.0)),
@@ -602,50 +602,6 @@ SETTINGS = {
         lambda one: setattr(one[0], "own", 0.5),
     ),
 }
-FUNCTIONS = {
-    "global": number(lambda: None, lambda one: WEIGHT, lambda one: set_global(0.5)),
-    "global of a helper": number(lambda: None, lambda one: helper(), lambda one: set_global(0.5)),
-    "function as a default": number(
-        lambda: None, lambda one: through(), lambda one: set_global(0.5)
-    ),
-    "default": number(
-        lambda: None,
-        lambda one: defaulted(),
-        lambda one: operator.setitem(defaulted.__defaults__[0], 0, 0.5),  # type: ignore[index]
-    ),
-    "other default": number(
-        lambda: (lambda weight=1.0: weight),
-        lambda one: one(),
-        lambda one: setattr(one, "__defaults__", (0.5,)),
-    ),
-    "other code": number(
-        lambda: (lambda: 1.0),
-        lambda one: one(),
-        lambda one: setattr(one, "__code__", (lambda: 0.5).__code__),
-    ),
-    "cache": number(
-        lambda: None, lambda one: cached(), lambda one: (GLOBAL.update(weight=0.5), cached.cache_clear())
-    ),
-    "partial": number(
-        lambda: functools.partial(dict.get, {"weight": 1.0}, "weight"),
-        lambda one: one(),
-        lambda one: one.args[0].update(weight=0.5),
-    ),
-    "bound method": number(
-        lambda: {"weight": 1.0}.get, lambda one: one("weight"), lambda one: one.__self__.update(weight=0.5)
-    ),
-    "attribute of a function": number(
-        lambda: types.FunctionType(helper.__code__, globals()),
-        lambda one: getattr(one, "weight", 1.0),
-        lambda one: setattr(one, "weight", 0.5),
-    ),
-    "closure in a dict": number(
-        lambda: (kept := {"weight": 1.0}, {"read": lambda: kept["weight"]}),
-        lambda one: one[1]["read"](),
-        lambda one: one[0].update(weight=0.5),
-    ),
-    "coroutine": number(lambda: sent(), lambda one: one.send(None), lambda one: one.send(0.5)),
-}
 
 
 def sent() -> Any:
@@ -661,6 +617,56 @@ def sent() -> Any:
     return started
 
 
+FUNCTIONS = {
+    "global": number(lambda: None, lambda one: WEIGHT, lambda one: set_global(0.5)),
+    "global of a helper": number(lambda: None, lambda one: helper(), lambda one: set_global(0.5)),
+    "function as a default": number(
+        lambda: None, lambda one: through(), lambda one: set_global(0.5)
+    ),
+    "default": number(
+        lambda: None,
+        lambda one: defaulted(),
+        lambda one: operator.setitem(defaulted.__defaults__[0], 0, 0.5),  # type: ignore[index]
+    ),
+    "other default": number(
+        lambda: lambda weight=1.0: weight,
+        lambda one: one(),
+        lambda one: setattr(one, "__defaults__", (0.5,)),
+    ),
+    "other code": number(
+        lambda: lambda: 1.0,
+        lambda one: one(),
+        lambda one: setattr(one, "__code__", (lambda: 0.5).__code__),
+    ),
+    "cache": number(
+        lambda: None,
+        lambda one: cached(),
+        lambda one: (GLOBAL.update(weight=0.5), cached.cache_clear()),
+    ),
+    "partial": number(
+        lambda: functools.partial(dict.get, {"weight": 1.0}, "weight"),
+        lambda one: one(),
+        lambda one: one.args[0].update(weight=0.5),
+    ),
+    "bound method": number(
+        lambda: {"weight": 1.0}.get,
+        lambda one: one("weight"),
+        lambda one: one.__self__.update(weight=0.5),
+    ),
+    "attribute of a function": number(
+        lambda: types.FunctionType(helper.__code__, globals()),
+        lambda one: getattr(one, "weight", 1.0),
+        lambda one: setattr(one, "weight", 0.5),
+    ),
+    "closure in a dict": number(
+        lambda: (kept := {"weight": 1.0}, {"read": lambda: kept["weight"]}),
+        lambda one: one[1]["read"](),
+        lambda one: one[0].update(weight=0.5),
+    ),
+    "coroutine": number(sent, lambda one: one.send(None), lambda one: one.send(0.5)),
+}
+
+
 ODD = {
     "no equality": number(NoEquality, lambda one: one.weight, half("weight")),
     "equality that is a tensor": number(TensorEquality, lambda one: one.weight, half("weight")),
@@ -668,9 +674,7 @@ ODD = {
         lambda: Endless([1.0]), lambda one: one[0], lambda one: operator.setitem(one, 0, 0.5)
     ),
     "endless attributes": number(Recursive, lambda one: one.weight, half("weight")),
-    "another class": number(
-        Lying, lambda one: one.weight, lambda one: setattr(one, "weight", 0.5)
-    ),
+    "another class": number(Lying, lambda one: one.weight, lambda one: setattr(one, "weight", 0.5)),
     "endless iterator": number(
         lambda: (itertools.repeat(1.0), [1.0]),
         lambda one: next(one[0]) * one[1][0],
@@ -752,7 +756,7 @@ MODEL = {
         lambda _, training: setattr(training.model, "factor", torch.full((), 0.5)),
     ),
     "other class of a module": of_training(
-        lambda training: setattr(training.model[1], "__class__", nn.ReLU6)
+        lambda training: setattr(training.model[1], "__class__", nn.Sigmoid)
     ),
 }
 HOOKS = {
@@ -761,7 +765,7 @@ HOOKS = {
     ),
     "accumulated gradient": of_training(
         lambda training: training.model[0].weight.register_post_accumulate_grad_hook(
-            lambda parameter: parameter.grad.mul_(0.5)
+            lambda parameter: setattr(parameter, "grad", parameter.grad.mul_(0.5))
         )
     ),
     "forward": of_training(
@@ -778,7 +782,7 @@ HOOKS = {
     "all modules": of_training(hooked),
     "optimizer": of_training(
         lambda training: training.optimizer.register_step_pre_hook(
-            lambda *_: training.model[0].weight.grad.mul_(0.5)
+            lambda *_: setattr(training.model[0].bias, "grad", None)
         )
     ),
     "after the optimizer": of_training(
@@ -790,7 +794,7 @@ HOOKS = {
         lambda: {"weight": 1.0},
         lambda kept, training: None,
         lambda kept, _: kept.update(weight=0.5),
-        lambda training: reading_hook(training),
+        lambda training: reading_hook(training),  # noqa: PLW0108 - it comes later
     ),
 }
 
@@ -862,10 +866,12 @@ OPTIMIZER = {
     "nesterov": groups(nesterov=True),
     "for each": groups(foreach=False),
     "group added": of_training(
-        lambda training: training.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+        lambda training: training.optimizer.add_param_group(
+            {"params": [nn.Parameter(torch.ones(1))]}
+        )
     ),
     "scheduler": of_training(
-        lambda training: torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.5).step()
+        lambda training: torch.optim.lr_scheduler.LambdaLR(training.optimizer, lambda _: 0.5)
     ),
     "state cleared": of_training(lambda training: training.optimizer.state.clear()),
     "state loaded": of_training(
@@ -876,10 +882,10 @@ OPTIMIZER = {
             state["momentum_buffer"].mul_(0.5) for state in training.optimizer.state.values()
         ]
     ),
-    "parameters of a group": of_training(lambda training: training.optimizer.param_groups[0]["params"].pop()),
-    "other step": of_training(
-        lambda training: setattr(training.optimizer, "step", lambda: None)
+    "parameters of a group": of_training(
+        lambda training: training.optimizer.param_groups[0]["params"].pop()
     ),
+    "other step": of_training(lambda training: setattr(training.optimizer, "step", lambda: None)),
     "maximized": groups(maximize=True),
     "one that is not told of": Program(
         lambda: Deep(None),
@@ -905,7 +911,6 @@ TORCH = {
         lambda _, training: setattr(nn.Tanh, "forward", lambda self, x: torch.relu(x)),
     ),
     "products": of_training(lambda training: torch.set_float32_matmul_precision("medium")),
-    "gradients": of_training(lambda training: torch._C._set_grad_enabled(False)),
 }
 
 
@@ -974,9 +979,7 @@ def last(training: Training) -> Any:
 
 
 STEPS = {
-    "counter": number(
-        lambda: itertools.count(2), lambda one: 1.0 / next(one), lambda one: None
-    ),
+    "counter": number(lambda: itertools.count(2), lambda one: 1.0 / next(one), lambda one: None),
     "numbers of a list": number(
         lambda: iter([1.0 / n for n in range(1, 100)]), next, lambda one: None
     ),
@@ -989,14 +992,14 @@ STEPS = {
         lambda one: (one.rotate(), one[0])[1],
         lambda one: None,
     ),
-    "generator": number(
-        lambda: (0.5**n for n in range(100)), next, lambda one: None
-    ),
+    "generator": number(lambda: (0.5**n for n in range(100)), next, lambda one: None),
     "popped": number(
         lambda: [1.0 / n for n in range(1, 100)], lambda one: one.pop(), lambda one: None
     ),
     "list that is filled": Program(list, lambda *_: None, nothing, filling),
-    "deep list that is filled": Program(lambda: Deep(Deep([])), lambda *_: None, nothing, filling_deep),
+    "deep list that is filled": Program(
+        lambda: Deep(Deep([])), lambda *_: None, nothing, filling_deep
+    ),
     "short deque that is filled": Program(
         lambda: Deep(Deep(collections.deque(maxlen=2))), lambda *_: None, nothing, filling_deep
     ),
@@ -1010,14 +1013,14 @@ STEPS = {
     },
     **{
         f"average by a count of {count}": Program(
-            itertools.count, lambda *_: None, nothing,
+            itertools.count,
+            lambda *_: None,
+            nothing,
             lambda training, count=count: counted(training.kept, count, training),
         )
         for count in (2, 3, 10)
     },
-    "random number": Program(
-        lambda: None, lambda *_: float(numpy.random.rand()), nothing
-    ),
+    "random number": Program(lambda: None, lambda *_: float(numpy.random.rand()), nothing),
 }
 
 
@@ -1077,6 +1080,7 @@ BATCHES = {
     "type": of_batch(lambda x: x.clone().detach().requires_grad_(False)),
     "parameter": of_batch(lambda x: nn.Parameter(x, requires_grad=False)),
     "view": of_batch(lambda x: torch.cat([x, x])[: len(x)]),
+    "offset": of_batch(lambda x: torch.cat([x, x])[len(x) :]),
     "fewer": of_batch(lambda x: x[:3]),
 }
 KINDS: dict[str, dict[str, Program]] = {

@@ -239,30 +239,26 @@ class CapturedStep:
     ) -> tuple[PyTree, str | None]:
         """Runs the step eagerly on a batch, in the place of a replay.
 
-        Returns what the step returns, and how it differed from what was captured. What the capture
-        left, as gradients, lies afterwards where replays write it, with the numbers of this step.
+        Returns what the step returns, and how it differed from its graph. What that leaves, such as
+        gradients, has the numbers of this step, in the memory that replays write.
         """
         run = functools.partial(graphs.run_eagerly, functools.partial(batch.on, self.step))
         observed = Observation(run, self.state, batch.tensors)
-        difference, now = self.record.difference(observed, "now"), {}
-        for location, tensor in self.left:
-            now[location.name] = location.read()
-            if difference is None and _size(now[location.name]) != _size(tensor):
+        difference = self.record.difference(observed, "now")
+        now = [location.read() for location, _ in self.left]
+        for (location, tensor), found in zip(self.left, now, strict=True):
+            if difference is None and getattr(found, "shape", 0) != getattr(tensor, "shape", 0):
                 difference = f"it leaves other memory in {location.name} now, or none"
-        if (obstacle := observed.obstacle) is not None:
-            difference = f"{obstacle.what} ({difference}); {obstacle.way_out}"
+        if observed.obstacle is not None:
+            difference = f"{observed.obstacle} ({difference})"
         if difference is not None:
             return detached(observed.take_outputs()), (
                 f"{difference}. The graph was right in call {self.right}; replays since then may "
                 "have trained by what was so before"
             )
-        for location, tensor in self.left:
-            if now[location.name] is not tensor and storage_of(tensor) is not None:
-                tensor.detach().copy_(now[location.name].detach())
+        for (location, tensor), found in zip(self.left, now, strict=True):
+            if found is not tensor and storage_of(tensor) is not None:
+                tensor.detach().copy_(found.detach())
             location.write(tensor)
         self.right = call
         return own_outputs(observed.take_outputs()), None
-
-
-def _size(tensor: Any) -> object:
-    return tensor.size() if isinstance(tensor, torch.Tensor) else None

@@ -1,10 +1,8 @@
 """`zoo.make_graphed_step`: a whole training step as a CUDA graph, guarded and audited.
 
-`torch.cuda.make_graphed_callables` captures a forward and a backward, each as a graph of its own,
-and leaves it to the program to notice when they no longer hold. Here forward, backward, optimizer
-and what else the step does are one graph, so that not a kernel waits for Python. Each call looks
-first at what can be named (`guards`); now and then one is the step itself, whose kernels and
-numbers are compared with the graph's (`audit`):
+`torch.cuda.make_graphed_callables` captures a forward and a backward, and leaves it to the program
+to notice when they no longer hold. Here all that the step does is one graph. Each call looks first
+at what can be named (`guards`); now and then one runs the step itself, and compares (`audit`):
 
     call      kind of batch      Python around it         the step
     1, 2, 3   new                                         runs eagerly, and is observed

@@ -3,7 +3,7 @@
     the whole program   autocast, modes, hooks of all modules and optimizers, torch's settings
     module, optimizer   all attributes: parameters, gradients, hooks, groups, state, plans
     function            variables of functions around it, globals that it names, defaults
-    other objects       attributes that the code names, and of the program's classes theirs
+    the program's own   attributes of objects, classes and modules that the code names
 
 From the step on, functions of the program are followed, not those of libraries, and their values a
 few containers deep. What lies deeper, or is read in other ways, is left to the audits (`audit`).
@@ -12,6 +12,7 @@ few containers deep. What lies deeper, or is read in other ways, is left to the 
 import contextlib
 import dis
 import functools
+import itertools
 import operator
 import random
 import sys
@@ -28,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from zoo._torch import HOOKS_AFTER_ALL_STEPS, HOOKS_OF_ALL_STEPS, dispatch_modes
-from zoo.cuda_graphs.watched_values import MISSING, WatchedValues, is_plain
+from zoo.cuda_graphs.watched_values import ANY, MISSING, WatchedValues, is_plain
 from zoo.engine.kernel_settings import TABLE, read_settings
 from zoo.layers.module_hooks import GLOBAL_HOOKS
 from zoo.tracing.planned_forward import PatchedForward
@@ -47,10 +48,12 @@ HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 DRAWING = ("Generator", "RandomState", "BitGenerator")
 # flag of classes that are made while a program runs
 HEAP_TYPE = 1 << 9
-CLOSED = (*sys.stdlib_module_names, "torch", "zoo", "numpy")
+LIBRARIES = (*sys.stdlib_module_names, "torch", "zoo", "numpy")
 # asked without the program's own code, which may hand out attributes in its own way
 DICT_OF_CLASS: Callable[[type], Mapping[str, Any]] = type.__dict__["__dict__"].__get__
 CONTAINERS: tuple[Any, ...] = (dict, list, tuple, deque, set, frozenset)
+# those that tell where they are
+ITERATORS: tuple[type, ...] = (itertools.count, type(iter([])), type(iter(range(0))))
 # what wraps functions, and where it has them
 WRAPPERS: dict[type, tuple[str, ...]] = {
     MethodType: ("__self__", "__func__"),
@@ -95,6 +98,7 @@ class Guards:
             torch.amp.GradScaler: self._add_scaler,
             CONTAINERS: self._add_container,
             tuple(WRAPPERS): self._add_wrapper,
+            ITERATORS: self._add_iterator,
             PatchedForward: self._add_plan,
             FunctionType: self._add_function,
             type: self._add_class,
@@ -126,14 +130,18 @@ class Guards:
         """Says what is not as it was; None if all is."""
         now = _ambient(self.device)
         if now != self.ambient:
-            pairs = zip(_ambient_names(), self.ambient, now, strict=False)
-            return next(f"{name} ({was}, now {now})" for name, was, now in pairs if was != now)
+            pairs = ((name, was, now[name]) for name, was in self.ambient.items())
+            return next(
+                f"{name} ({was}, now {is_now})" for name, was, is_now in pairs if was != is_now
+            )
         changes = (values.change() for values in self.values)
         return next((change for change in changes if change is not None), None)
 
     def changed_by_step(self) -> str | None:
         """Says which value the step has changed, which replays would leave as it is."""
-        changes = (values.change(by_step=True) for values in self.values if not values.is_gradient)
+        # a step that takes from an iterator is no graph, but runs eagerly
+        kept = (each for each in self.values if not (each.is_gradient or each.is_iterator))
+        changes = (values.change(by_step=True) for values in kept)
         return next((change for change in changes if change is not None), None)
 
     def forget(self, names: set[str]) -> None:
@@ -141,7 +149,7 @@ class Guards:
         self.unread |= names
         for location in self.tensors:
             if location.name in names:
-                location.forget()
+                location.values.before[location.index] = ANY
         self.tensors = [location for location in self.tensors if location.name not in names]
 
     def _visit(self, found: Found) -> None:
@@ -186,6 +194,10 @@ class Guards:
         # it is no level of its own
         self.waiting += (found._replace(value=getattr(found.value, key)) for key in WRAPPERS[kind])
 
+    def _add_iterator(self, found: Found) -> None:
+        read = lambda: (operator.length_hint(found.value) or repr(found.value),)  # noqa: E731
+        self.values.append(WatchedValues(found.name, read, ("next",)))
+
     def _add_plan(self, found: Found) -> None:
         name = f"the plan of {found.name.removesuffix('.forward')}"
         self.values.append(WatchedValues(name, lambda: (found.value.latest,)))
@@ -203,13 +215,14 @@ class Guards:
         name, value, depth = found
         kind, own = type(value), attributes_of(value)
         module = own.get("__name__") if issubclass(kind, ModuleType) else _module_of(kind)
-        if not issubclass(kind, WHOLE) and _is_closed(str(module)):
+        if not (issubclass(kind, WHOLE) or _is_own(str(module))):
             return
         if issubclass(kind, nn.Module):
             # before they are met under a longer name; no module is too deep
             self.waiting += (Found(name, own.get(part)) for part in UNNAMED)
         if issubclass(kind, WHOLE) and not issubclass(kind, DistributedDataParallel):
-            self._watch(Found(name, None), lambda: (*own.values(), *own), own, own.__setitem__)
+            read = lambda: (*own.values(), *own, type(value))  # noqa: E731
+            self._watch(Found(name, None), read, own, own.__setitem__)
         else:
             # also those of the class, in front of which one of the object may come
             keys = (*own, *(key for owner in kind.__mro__ for key in DICT_OF_CLASS(owner)))
@@ -277,36 +290,24 @@ def _module_of(kind: type) -> str:
 
 
 @functools.cache
-def _is_closed(module: str) -> bool:
-    """Returns whether objects of a module's classes hold nothing that a step reads."""
-    return module != "__main__" and module.partition(".")[0] in CLOSED
-
-
-@functools.cache
 def _is_own(module: str) -> bool:
     """Returns whether a module is the program's own, not one that was installed."""
     path = getattr(sys.modules.get(module), "__file__", None) or ""
-    is_installed = "site-packages" in path or "dist-packages" in path
+    is_library = module.partition(".")[0] in LIBRARIES
+    is_library |= "site-packages" in path or "dist-packages" in path
     # which may be installed, too
-    return module == "__main__" or not (_is_closed(module) or is_installed)
+    return module == "__main__" or not is_library
 
 
-def _ambient(device: torch.device) -> tuple[Any, ...]:
-    kind = device.type
-    return (
-        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
-        torch.is_autocast_cache_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_grad_enabled(),
-        torch.get_default_device(),
-        [*map(id, dispatch_modes())],
-        [(*hooks,) for hooks in HOOKS_OF_ALL],
-        *read_settings(),
-    )
-
-
-@functools.cache
-def _ambient_names() -> tuple[str, ...]:
-    names = "autocast", "the cache of autocast", "inference mode", "gradients enabled"
-    others = "the default device", "the dispatch modes", "the hooks of all modules or optimizers"
-    return *names, *others, *(setting.name for setting in TABLE)
+def _ambient(device: torch.device) -> dict[str, Any]:
+    kind, settings = device.type, zip(TABLE, read_settings(), strict=False)
+    return {
+        "autocast": torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+        "the cache of autocast": torch.is_autocast_cache_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "gradients enabled": torch.is_grad_enabled(),
+        "the default device": torch.get_default_device(),
+        "the dispatch modes": [*map(id, dispatch_modes())],
+        "the hooks of all modules and optimizers": [(*hooks,) for hooks in HOOKS_OF_ALL],
+        **{setting.name: value for setting, value in settings},
+    }

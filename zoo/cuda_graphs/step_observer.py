@@ -27,11 +27,10 @@ from torch import Tensor, UntypedStorage
 
 from zoo._torch import Args, Kwargs, Operator, PyTree, pytree
 from zoo.cuda_graphs.guards import Guards
-from zoo.cuda_graphs.watched_values import is_plain, is_same
-from zoo.engine import tensor_state
+from zoo.cuda_graphs.watched_values import is_plain, is_same, whereabouts
 from zoo.engine.recorder import KernelMode
 from zoo.engine.segments import thread
-from zoo.engine.tensor_state import gone
+from zoo.engine.tensor_state import gone, storage_of
 from zoo.errors import shortened
 from zoo.profiling.source_location import line_of_frame
 from zoo.profiling.tensor_spec import flattened
@@ -51,17 +50,6 @@ WAYS_OUT = {
 KEEP_ON_DEVICE = "keep it on the device: with torch.where, masks, or an index of fixed size"
 # with which kernels say which random numbers they drew: on the host, and in a capture on the device
 SEEDS, MOST_SEEDS = (torch.int64, torch.uint64), 2
-
-
-class Obstacle(NamedTuple):
-    """What a graph of a step cannot do, and the way out."""
-
-    what: str
-    way_out: str
-
-    def __str__(self) -> str:
-        """Says both."""
-        return f"{self.what}; {self.way_out}"
 
 
 class Operand(NamedTuple):
@@ -113,7 +101,7 @@ class Observation:
     """What a step did.
 
     Attributes:
-        obstacle: what a graph of it cannot do; None if nothing was found.
+        obstacle: what a graph of it cannot do, and the way out; None if nothing was found.
         calls: its kernels; as the last ones what it returns, and what it leaves in the state.
         storages: storages from before the step that kernels read, by their addresses.
         outside: the ones among them in which no tensor of the state lies.
@@ -122,7 +110,7 @@ class Observation:
 
     def __init__(self, step: Callable[[], PyTree], state: Guards, batch: Iterable[Tensor]) -> None:
         device = state.device
-        self.obstacle: Obstacle | None = None
+        self.obstacle: str | None = None
         self.calls: list[ObservedKernel] = []
         self.storages: dict[int, UntypedStorage] = {}
         for name in state.scalers:
@@ -165,7 +153,7 @@ class Observation:
     def note(self, what: str, way_out: str) -> None:
         """Notes an obstacle, unless there is one."""
         if self.obstacle is None:
-            self.obstacle = Obstacle(what, way_out)
+            self.obstacle = f"{what}; {way_out}"
 
     def difference(self, later: "Observation", now: str = "in the next") -> str | None:
         """Returns how a later step differed, which is `now`; None if it did not."""
@@ -211,10 +199,6 @@ class _Observer(KernelMode):  # type: ignore[no-untyped-call]
         alive, name, offset, is_own = self.origins.get(storage._cdata, (gone, "", 0, False))
         return (name, offset, is_own) if alive() is storage else None
 
-    def _is_own(self, tensor: Tensor) -> bool:
-        origin = self._origin(tensor)
-        return origin is not None and origin[2]
-
     def _is_on_host(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" != self.device.type
 
@@ -247,26 +231,28 @@ class _Observer(KernelMode):  # type: ignore[no-untyped-call]
         """Returns what a graph makes constant of an argument of a kernel."""
         if not isinstance(leaf, Tensor):
             return leaf if is_plain(leaf) else type(leaf).__name__
-        storage, origin = storage_of(leaf), self._origin(leaf)
-        address = 0 if storage is None else storage.data_ptr()
-        if origin is None and thread.replaying and address not in self.of_state:
-            # a kernel that is replayed reads a copy
+        where, origin = whereabouts(leaf), self._origin(leaf)
+        assert where is not None, "it is a tensor"
+        is_copy = origin is None and thread.replaying and where.address not in self.of_state
+        if not where.geometry or is_copy:
             return UNSEEN
-        if storage is not None and (origin is None or not origin[2]):
-            self.observation.storages[address] = storage
         name, begin, is_own = origin or ("another tensor from before the step", 0, False)
+        if not is_own:
+            self.observation.storages[where.address] = leaf.untyped_storage()
         if name == UNSEEN.origin:
             return UNSEEN
         if is_own and leaf.numel() == 1 and self._is_on_host(leaf):
             return leaf.tolist()
-        where = int(leaf.storage_offset()) - begin, leaf.size(), leaf.stride(), leaf.dtype
-        return Operand(name, 0 if origin else address, *where)
+        offset, *geometry = where.geometry
+        return Operand(name, 0 if origin else where.address, offset - begin, *geometry)
 
     def _look_for_obstacle(
         self, func: Operator, inputs: list[Tensor], results: list[Tensor], is_lifted: bool
     ) -> None:
         host = [self._is_on_host(tensor) for tensor in (*inputs, *results)]
-        outside = next((t for t in inputs if self._is_on_host(t) and not self._is_own(t)), None)
+        outside = next(
+            (t for t in inputs if self._is_on_host(t) and not (self._origin(t) or (0,))[-1]), None
+        )
         if not all(host) and not READS.isdisjoint(getattr(func, "tags", ())):
             what, way_out = "reads numbers of a tensor and waits for the device", KEEP_ON_DEVICE
         elif outside is not None:
@@ -283,15 +269,6 @@ class _Observer(KernelMode):  # type: ignore[no-untyped-call]
         frame = sys._getframe(2)
         here = f" at {line}" if (line := line_of_frame(frame)) else ""
         self.observation.note(f"{func}{here} {what}", _way_out(frame) or way_out)
-
-
-def storage_of(tensor: Tensor) -> UntypedStorage | None:
-    """Returns the storage of a tensor; None for one without memory, as that of a freed gradient."""
-    storage = tensor_state.storage_of(tensor)
-    try:
-        return storage if storage is None or storage.data_ptr() >= 0 else None
-    except RuntimeError:
-        return None
 
 
 def _number(tensor: Tensor) -> int:

@@ -83,7 +83,7 @@ class WatchedValues:
         self, name: str, read: Callable[[], Any], keys: Sequence[Any] = (), write: Any = None
     ) -> None:
         self.name, self.read, self.keys, self.write = name, read, keys, write
-        self.is_gradient = keys == ("grad",)
+        self.is_gradient, self.is_iterator = keys == ("grad",), keys == ("next",)
         found = read()
         self.before = [whereabouts(value) or value for value in found]
         # their numbers are not reused
@@ -91,7 +91,8 @@ class WatchedValues:
 
     def name_of(self, index: int) -> str:
         """Returns the name of the value at an index."""
-        key = self.keys[index] if index < len(self.keys) and not self.is_gradient else None
+        is_named = index < len(self.keys) and not (self.is_gradient or self.is_iterator)
+        key = self.keys[index] if is_named else None
         if type(key) is not str:
             return self.name if key is None else f"{self.name}[{index}]"
         return f"{self.name}.{key}" if self.name else key
@@ -136,7 +137,3 @@ class TensorLocation:
     def write(self, tensor: Any) -> None:
         """Puts a tensor there, or None."""
         self.values.write(self.values.keys[self.index], tensor)
-
-    def forget(self) -> None:
-        """Lets any tensor be there."""
-        self.values.before[self.index] = ANY
