@@ -34,7 +34,6 @@ BY_AUDIT = {
     "functions": {
         *("other default", "other code", "bound method", "attribute of a function", "coroutine"),
     },
-    "hooks": {"hook that reads a number"},
     "optimizer": {"one that is not told of", "length of gradients"},
     "torch": {"function of tensors"},
     "steps": {"in turn of five"},

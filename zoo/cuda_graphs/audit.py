@@ -2,10 +2,7 @@
 
 Audits come as pairs of consecutive calls, the first soon after a capture. The distances to later
 ones grow to `check_every` calls, and are drawn between half and one and a half of that, so that no
-period of the program keeps away from them:
-
-    call     4        5..7      8, 9      10..14      15, 16     ...
-             capture  replays   audits    replays     audits
+period of the program keeps away from them.
 """
 
 import random

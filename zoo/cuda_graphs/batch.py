@@ -4,7 +4,7 @@ A graph reads its inputs at fixed addresses. So each batch is copied into tensor
 the capture, and two batches can share a graph if they differ in the numbers of tensors alone.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,15 +51,13 @@ def check_batch(batch: Invocation, device: torch.device) -> None:
         GraphError: it has a tensor elsewhere than on the device, one that is not strided or
             requires a gradient, or an object that is neither a tensor nor a plain value.
     """
-    leaves, _ = flattened((batch.args, batch.kwargs))
-    for leaf in leaves:
+    for leaf in flattened((batch.args, batch.kwargs))[0]:
         if isinstance(leaf, Tensor):
             _check_tensor(leaf, device)
         elif tensors_held_by(leaf):
             raise GraphError(
-                f"a graphed step takes tensors in tuples, lists and dicts, whose numbers it copies "
-                f"for each replay; got {type(leaf).__name__}, an object that holds tensors. Pass "
-                "its tensors"
+                "a graphed step copies the numbers of tensors in tuples, lists and dicts; got "
+                f"{type(leaf).__name__}, an object that holds tensors. Pass its tensors"
             )
         elif not is_plain(leaf):
             raise GraphError(
@@ -69,24 +67,23 @@ def check_batch(batch: Invocation, device: torch.device) -> None:
 
 
 def _check_tensor(tensor: Tensor, device: torch.device) -> None:
+    shape = tuple(tensor.shape)
     if tensor.device != device:
         raise GraphError(
-            f"a graphed step takes its batch on {device}; got a tensor {tuple(tensor.shape)} on "
-            f"{tensor.device}, whose numbers a replay would not see. Move it before the step, "
-            f"with batch.to({str(device)!r}, non_blocking=True)"
+            f"a graphed step takes its batch on {device}; got a tensor {shape} on {tensor.device}. "
+            f"Move it before the step, with batch.to({str(device)!r}, non_blocking=True)"
         )
     is_wrapper = is_traceable_wrapper_subclass(tensor)
     if tensor.layout is not torch.strided or is_wrapper or tensor.is_conj() or tensor.is_neg():
         kind = type(tensor).__name__ if is_wrapper else str(tensor.layout)
         raise GraphError(
-            f"a graphed step takes dense tensors; got one {tuple(tensor.shape)} ({kind}). Pass the "
-            "tensors that it is made of, and make it in the step"
+            f"a graphed step takes dense tensors; got one {shape} ({kind}). Pass the tensors that "
+            "it is made of, and make it in the step"
         )
     if tensor.requires_grad:
         raise GraphError(
-            f"a graphed step hands back no gradients of its batch; got a tensor "
-            f"{tuple(tensor.shape)} that requires one. Pass it detached, and call requires_grad_() "
-            "on a clone in the step"
+            f"a graphed step hands back no gradients of its batch; got a tensor {shape} that "
+            "requires one. Pass it detached, and call requires_grad_() on a clone in the step"
         )
 
 
@@ -119,9 +116,8 @@ def in_own_memory(batch: Invocation) -> Invocation:
 def _static_copy(tensor: Tensor) -> Tensor:
     """Returns a tensor like another in memory of its own, with what the program has put on it."""
     with DisableTorchFunction():
-        static = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-        )
+        like: Any = {"dtype": tensor.dtype, "device": tensor.device}
+        static = torch.empty_strided(tensor.shape, tensor.stride(), **like)
         _copy_numbers(static, tensor)
         if type(tensor) is not Tensor:
             static = static.as_subclass(type(tensor))  # type: ignore[arg-type]
@@ -143,15 +139,13 @@ def own_outputs(outputs: PyTree) -> PyTree:
     Raises:
         GraphError: it has something that a replay would not renew.
     """
-    leaves, _ = flattened(outputs)
-    for leaf in leaves:
+    for leaf in flattened(outputs)[0]:
         if not isinstance(leaf, (Tensor, *PLAIN)):
             raise GraphError(
                 f"a graphed step returns tensors and plain values in tuples, lists and dicts; got "
                 f"{shortened(leaf)}, which a replay would not renew. Return its tensors"
             )
-    copied = Invocation((outputs,)).map(lambda tensor: tensor.detach().clone())
-    return copied.args[0]
+    return Invocation((outputs,)).map(lambda tensor: tensor.detach().clone()).args[0]
 
 
 def detached(outputs: PyTree) -> PyTree:

@@ -1,8 +1,7 @@
 """Captures a training step into a CUDA graph, and replays it.
 
-A capture runs the Python of a step and none of its kernels; a replay runs the kernels and no
-Python. What Python leaves behind besides numbers is done for it: gradients that the step makes or
-drops are put where the captured step put them.
+A capture runs the Python of a step and no kernels; a replay runs the kernels and no Python, and
+puts gradients and attributes where the captured step put them.
 """
 
 import contextlib
@@ -148,6 +147,12 @@ def graphs_on(device: torch.device) -> DeviceGraphs | None:
     return DeviceGraphs(device) if has_graphs else None
 
 
+def reserved_bytes(device: torch.device) -> int:
+    """Returns the bytes that the allocator of a device holds, its graphs' included."""
+    read = getattr(torch.get_device_module(device), "memory_reserved", None)
+    return 0 if read is None else int(read(device))
+
+
 def _explained(failure: BaseException, ended: BaseException) -> BaseException:
     """Returns what to raise after a step failed in its capture, which ended with another error."""
     is_refused = "captur" in str(failure) or (failure is not ended and "captur" in str(ended))
@@ -181,10 +186,9 @@ class CapturedStep:
         unread: set[str],
         pool: Pool,
     ) -> None:
-        """Captures the step; no kernel of it runs.
+        """Captures the step, of which no kernel runs.
 
         Args:
-            state: what Python may read now.
             eager: what the step did when it began as now.
             unread: names of tensors in the state that the step replaces without reading them.
 
@@ -234,9 +238,7 @@ class CapturedStep:
             location.write(tensor)
         return own_outputs(self.outputs)
 
-    def audit(
-        self, graphs: DeviceGraphs, batch: Invocation, call: int
-    ) -> tuple[PyTree, str | None]:
+    def audit(self, graphs: Any, batch: Invocation, call: int) -> tuple[PyTree, str | None]:
         """Runs the step eagerly on a batch, in the place of a replay.
 
         Returns what the step returns, and how it differed from its graph. What that leaves, such as

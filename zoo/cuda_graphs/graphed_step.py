@@ -22,17 +22,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zoo._torch import PyTree, is_traceable_wrapper_subclass
 from zoo.cuda_graphs.audit import AuditSchedule, Ranks
 from zoo.cuda_graphs.batch import BatchKind, check_batch, detached, in_own_memory, own_outputs
-from zoo.cuda_graphs.capture import CapturedStep, DeviceGraphs, Pool, graphs_on
+from zoo.cuda_graphs.capture import CapturedStep, DeviceGraphs, Pool, graphs_on, reserved_bytes
 from zoo.cuda_graphs.guards import Guards
 from zoo.cuda_graphs.step_observer import Observation
 from zoo.errors import ArgumentError, GraphError, shortened
 from zoo.invocation import Invocation, device_of
+from zoo.units import format_bytes
 
 # eager calls of a kind before a capture; the second is the first that begins with the optimizer's
 # state, the third shows that nothing changes from one to the next
@@ -48,11 +48,9 @@ MOST_TRIALS = 4
 # calls beyond the warm-ups that each change something until their kind counts as unstable, and the
 # most calls between two looks at one
 PATIENCE, LONGEST_WAIT = 6, 64
-AFTER_CHANGE = (
-    "This call ran eagerly and is right; the next ones do until they are captured anew. Go back to "
-    "what was saved before; keep what changes in a tensor on the device, pass it with the batch, "
-    "call reset() after a change, or lower check_every"
-)
+CHANGED = """{} is no longer what its CUDA graph does, in call {}: {}. This call is right, and the \
+next ones run eagerly until they are captured anew. Go back to what was saved before; keep what \
+changes in a tensor on the device, pass it with the batch, or call reset() after a change"""
 _log = logging.getLogger("zoo")
 
 
@@ -103,6 +101,7 @@ class GraphedStep:
         self.step, self.models, self.optimizers = step, models, optimizers
         self.eager = self.captures = self.replays = self.audits = self._calls = 0
         self.check_every, self._ranks = check_every, Ranks(models, check_every)
+        self._warm_ups = WARM_UPS_OF_DDP if self._ranks.are_parallel else WARM_UPS
         self._name = getattr(step, "__name__", type(step).__name__)
         # the most recently used last
         self._kinds: dict[BatchKind, Kind] = {}
@@ -138,8 +137,7 @@ class GraphedStep:
             self._drop([*self._graphs])
             for kind in self._kinds.values():
                 kind.trials.clear()
-            text = f"{self._name} is no longer what its CUDA graph does, in call {self._calls}: "
-            raise GraphError(f"{text}{difference}. {AFTER_CHANGE}", result=outputs)
+            raise GraphError(CHANGED.format(self._name, self._calls, difference), result=outputs)
         return outputs
 
     def _train(
@@ -194,7 +192,7 @@ class GraphedStep:
 
     def _trial_to_capture(self, kind: Kind) -> Trial | None:
         """Returns the eager call that began as this one does, if a graph of it would be right."""
-        if kind.calls <= self._warm_ups() or not kind.trials:
+        if kind.calls <= self._warm_ups or not kind.trials:
             return None
         if kind.obstacles > 1:
             obstacle = kind.trials[-1].observation.obstacle
@@ -207,13 +205,11 @@ class GraphedStep:
         trials = (trial for trial in reversed(kind.trials) if trial.is_repeated)
         return next((trial for trial in trials if trial.state.change() is None), None)
 
-    def _warm_ups(self) -> int:
-        return WARM_UPS_OF_DDP if self._ranks.are_parallel else WARM_UPS
-
     def _capture(
         self, graphs: DeviceGraphs, kind: Kind, trial: Trial, batch: Invocation
     ) -> CapturedStep:
         self._check_program()
+        before = reserved_bytes(device := device_of(self.models[0]))
         # torch 2.11 captures no more into the pool of a capture that has failed
         pool, self._pool = self._pool or graphs.pool(), None
         captured = CapturedStep(
@@ -232,8 +228,10 @@ class GraphedStep:
         kind.graphs.append(captured)
         kind.misses, self.captures = 0, self.captures + 1
         kind.trials.clear()
-        shapes = [tuple(tensor.shape) for tensor in batch.tensors]
-        _log.info("%s: captured a CUDA graph for %s", self._name, shortened(shapes))
+        shapes = shortened([tuple(tensor.shape) for tensor in batch.tensors])
+        text = "%s: captured a CUDA graph for %s; it takes %s, and eager steps, as audits are, %s"
+        sums = map(format_bytes, (reserved_bytes(device) - before, before))
+        _log.info(text, self._name, shapes, *sums)
         return captured
 
     def _state(self) -> Guards:
@@ -271,7 +269,7 @@ class GraphedStep:
         if kind.trials[-1].is_repeated:
             return
         kind.misses += 1
-        late = kind.misses - self._warm_ups() - PATIENCE
+        late = kind.misses - self._warm_ups - PATIENCE
         if late < 0:
             return
         if late % 2 == 1:
@@ -309,12 +307,11 @@ class GraphedStep:
                     f"parameters of {type(model).__name__} are spread over processes, which gather "
                     "them into memory that changes from step to step; use DistributedDataParallel"
                 )
-            for module in model.modules():
-                if isinstance(module, DistributedDataParallel) and module.find_unused_parameters:
-                    raise GraphError(
-                        "DistributedDataParallel(find_unused_parameters=True) looks for them on "
-                        "the host in each step, which replays would not do; leave it out"
-                    )
+            if any(getattr(module, "find_unused_parameters", False) for module in model.modules()):
+                raise GraphError(
+                    "DistributedDataParallel(find_unused_parameters=True) looks for them on the "
+                    "host in each step, which replays would not do; leave it out"
+                )
 
 
 def _numbered(name: str, parts: Sequence[Any]) -> dict[str, Any]:
@@ -351,10 +348,9 @@ def make_graphed_step(
             losses.append(train(images.cuda(), labels.cuda()))
 
     Each call is one training step: eager, captured or replayed, as docs/cuda-graphs.md says. A
-    change that can be named captures anew before a replay; any other that changes a kernel or a
-    number is noticed by an audit, a call that runs eagerly and is compared. Eight graphs are kept,
-    in one pool of memory. Random numbers of the device advance as in eager steps. On a device
-    without graphs the step runs as it is.
+    change that can be named captures anew; any other that changes a kernel or a number is noticed
+    by an audit, a call that runs eagerly and is compared. Eight graphs are kept, in one pool of
+    memory. Random numbers advance as in eager steps. Without graphs the step runs as it is.
 
     Args:
         step: takes a batch on the device and does all of a training step.
@@ -364,11 +360,10 @@ def make_graphed_step(
 
     Raises:
         ArgumentError: no function, module, optimizer or number of calls.
-        GraphError: an audit noticed a change: the error's `result` is what its step returned. Or,
-            now or before anything of a call has run: the step reads numbers out of tensors
-            (`.item()`, a GradScaler), draws random numbers on the host or changes Python values; an
-            optimizer without `capturable=True`; a batch on another device, with objects, or that
-            requires gradients.
+        GraphError: by an audit, with what its step returned as `result`. Or now, or before anything
+            of a call has run: the step reads numbers out of tensors (`.item()`, a GradScaler),
+            draws random numbers on the host or changes Python values; an optimizer without
+            `capturable=True`; a batch on another device, with objects, or that requires gradients.
     """
     models = tuple(model) if isinstance(model, list | tuple) else (model,)
     optimizers = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)

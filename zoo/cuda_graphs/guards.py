@@ -16,7 +16,7 @@ import itertools
 import operator
 import random
 import sys
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -42,14 +42,12 @@ WHOLE = (nn.Module, Optimizer, LRScheduler, Distribution, SimpleNamespace)
 UNNAMED = ("_parameters", "_buffers", "_modules")
 # attributes of torch's wrapper, whose others are notes of its own on each step
 OF_PARALLEL = ("training", "_modules", "_forward_hooks", "require_backward_grad_sync")
-# of a parameter
-HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-# what draws random numbers on the host, where NumPy is in use
-DRAWING = ("Generator", "RandomState", "BitGenerator")
+HOOKS_OF_PARAMETER = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+HOOKS_OF_ALL = (*GLOBAL_HOOKS, HOOKS_OF_ALL_STEPS, HOOKS_AFTER_ALL_STEPS)
 # flag of classes that are made while a program runs
 HEAP_TYPE = 1 << 9
 LIBRARIES = (*sys.stdlib_module_names, "torch", "zoo", "numpy")
-# asked without the program's own code, which may hand out attributes in its own way
+# as no code of the program hands it out
 DICT_OF_CLASS: Callable[[type], Mapping[str, Any]] = type.__dict__["__dict__"].__get__
 CONTAINERS: tuple[Any, ...] = (dict, list, tuple, deque, set, frozenset)
 # those that tell where they are
@@ -63,8 +61,6 @@ WRAPPERS: dict[type, tuple[str, ...]] = {
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
 }
-# of all modules, and of all optimizers
-HOOKS_OF_ALL = (*GLOBAL_HOOKS, HOOKS_OF_ALL_STEPS, HOOKS_AFTER_ALL_STEPS)
 
 
 class Found(NamedTuple):
@@ -79,9 +75,7 @@ class Guards:
     """Values and tensors that a training step may read, as they were when this was made.
 
     Attributes:
-        values: what is compared.
-        tensors: where tensors and gradients are kept, but for those that are not compared.
-        unread: names of these.
+        tensors: where tensors and gradients are, but for those `unread`, which are not compared.
         generators, host_generators: what draws random numbers, of torch and others.
         scalers: names of the GradScalers in use.
     """
@@ -90,11 +84,11 @@ class Guards:
         self.device, self.ambient = device, _ambient(device)
         self.unread: set[str] = set()
         numpy = getattr(sys.modules.get("numpy"), "random", None)
-        drawing = (random.Random, *(getattr(numpy, name) for name in DRAWING if numpy))
+        drawing = (numpy.Generator, numpy.RandomState, numpy.BitGenerator) if numpy else ()
         self.visitors: dict[Any, Callable[[Found], None]] = {
             Tensor: self._add_parameter,
             torch.Generator: lambda found: self.generators.append(found.value),
-            drawing: lambda found: self.host_generators.append(found.value),
+            (random.Random, *drawing): lambda found: self.host_generators.append(found.value),
             torch.amp.GradScaler: self._add_scaler,
             CONTAINERS: self._add_container,
             tuple(WRAPPERS): self._add_wrapper,
@@ -110,14 +104,17 @@ class Guards:
         while count != len(self.names):
             count = len(self.names)
             self.values: list[WatchedValues] = []
+            self.empty: list[Found] = []
             self.generators: list[torch.Generator] = []
             self.host_generators: list[Any] = []
             self.scalers: list[str] = []
             # keeps each object alive, so that its id is not reused
             self.seen: dict[int, Any] = {}
-            self.waiting = deque(Found(*root) for root in roots.items())
-            while self.waiting:
-                self._visit(self.waiting.popleft())
+            self.waiting: deque[Found] = deque()
+            for root in roots.items():
+                self.waiting.append(Found(*root))
+                while self.waiting:
+                    self._visit(self.waiting.popleft())
         self.seen.clear()
         self.tensors = [location for values in self.values for location in values.locations()]
         known: Counter[str] = Counter()
@@ -131,10 +128,9 @@ class Guards:
         now = _ambient(self.device)
         if now != self.ambient:
             pairs = ((name, was, now[name]) for name, was in self.ambient.items())
-            return next(
-                f"{name} ({was}, now {is_now})" for name, was, is_now in pairs if was != is_now
-            )
-        changes = (values.change() for values in self.values)
+            return next(f"{name} ({was}, now {new})" for name, was, new in pairs if was != new)
+        filled = (f"{name} (empty, now not)" for name, values, _ in self.empty if values)
+        changes = itertools.chain(filled, (values.change() for values in self.values))
         return next((change for change in changes if change is not None), None)
 
     def changed_by_step(self) -> str | None:
@@ -147,9 +143,8 @@ class Guards:
     def forget(self, names: set[str]) -> None:
         """Compares tensors of these names no longer: the step does not read them."""
         self.unread |= names
-        for location in self.tensors:
-            if location.name in names:
-                location.values.before[location.index] = ANY
+        for location in (each for each in self.tensors if each.name in names):
+            location.values.before[location.index] = ANY
         self.tensors = [location for location in self.tensors if location.name not in names]
 
     def _visit(self, found: Found) -> None:
@@ -180,7 +175,9 @@ class Guards:
         base = next(base for base in CONTAINERS if issubclass(type(values), base))
         length = base.__len__(values)
         write = hasattr(base, "__setitem__") and functools.partial(base.__setitem__, values)
-        if length > MOST_VALUES:
+        if not length and type(values) in (*CONTAINERS, OrderedDict):
+            self.empty.append(found)
+        elif length > MOST_VALUES:
             self._watch(found, lambda: (base.__len__(values),))
         elif base is dict:
             self._watch(found, lambda: (*dict.values(values), *dict(values)), dict(values), write)
@@ -205,11 +202,9 @@ class Guards:
     def _add_parameter(self, found: Found) -> None:
         name, tensor, _ = found
         if tensor.is_leaf and tensor.requires_grad:
-            write, hooks = functools.partial(setattr, tensor), operator.attrgetter(*HOOKS)
-            read = lambda: tuple(key for of in hooks(tensor) for key in of or ())  # noqa: E731
-            of_gradient = f"the gradient of {name}", lambda: (tensor.grad,), ("grad",), write
-            self.values.append(WatchedValues(*of_gradient))
-            self.values.append(WatchedValues(f"the hooks of {name}", read))
+            gradient, write = f"the gradient of {name}", functools.partial(setattr, tensor)
+            self.values.append(WatchedValues(gradient, lambda: (tensor.grad,), ("grad",), write))
+            self._watch(Found(f"the hooks of {name}", None), lambda: HOOKS_OF_PARAMETER(tensor))
 
     def _add_object(self, found: Found) -> None:
         name, value, depth = found

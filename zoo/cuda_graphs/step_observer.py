@@ -4,9 +4,7 @@ A dispatch mode below autograd writes down which kernels run, their numbers, and
 comes from. If two steps that begin alike are written down alike, a graph of one does what the other
 does:
 
-    aten.mul.Tensor    (model.0.weight, 0.9)     0.81 in the next step: a number that Python
-                                                 changes from step to step
-    aten.add.Tensor    (result 0 of kernel 7, the batch's tensor 1)
+    aten.mul.Tensor    (result 0 of kernel 7, 0.9)    0.81 in the next step: Python changes it
 
 Numbers on the device are never read. What no graph can do is an obstacle: a number read out of a
 tensor, kernels on the host or copies from it, numbers drawn on the host, and values that the step
@@ -84,10 +82,7 @@ class ObservedKernel(NamedTuple):
         for value, later in zip(self.values, other.values, strict=False):
             # most are operands, whose parts have types of their own
             if not (type(value) is Operand and value == later) and not is_same(value, later):
-                given, others = (
-                    f"{v}" if type(v) is Operand else shortened(v) for v in (value, later)
-                )
-                return f"{self.name} is given {given}, and {others} {now}"
+                return f"{self.name} is given {_text(value)}, and {_text(later)} {now}"
         if len(self.values) != len(other.values):
             return f"{self.name} is given {len(self.values)} values, {len(other.values)} {now}"
         return None
@@ -250,9 +245,8 @@ class _Observer(KernelMode):  # type: ignore[no-untyped-call]
         self, func: Operator, inputs: list[Tensor], results: list[Tensor], is_lifted: bool
     ) -> None:
         host = [self._is_on_host(tensor) for tensor in (*inputs, *results)]
-        outside = next(
-            (t for t in inputs if self._is_on_host(t) and not (self._origin(t) or (0,))[-1]), None
-        )
+        on_host = filter(self._is_on_host, inputs)
+        outside = next((t for t in on_host if not (self._origin(t) or (0,))[-1]), None)
         if not all(host) and not READS.isdisjoint(getattr(func, "tags", ())):
             what, way_out = "reads numbers of a tensor and waits for the device", KEEP_ON_DEVICE
         elif outside is not None:

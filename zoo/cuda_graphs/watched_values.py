@@ -5,6 +5,7 @@ identity. None of the program's own code runs: a class may compare, iterate or h
 in its own way, without end or with an error.
 """
 
+import operator
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -102,6 +103,8 @@ class WatchedValues:
         now = self.read()
         if len(now) != len(self.before):
             return f"{self.name} ({len(self.before)} entries, now {len(now)})"
+        if all(map(operator.is_, self.before, now)):
+            return None
         for index, (before, value) in enumerate(zip(self.before, now, strict=True)):
             if before is value or is_same(before, value):
                 continue
