@@ -57,7 +57,6 @@ class Ranks:
         modules = (module for model in models for module in model.modules())
         parallel = [one for one in modules if isinstance(one, DistributedDataParallel)]
         self.group: Any = parallel[0].process_group if parallel else None
-        self.are_parallel = bool(parallel)
         self.are_many = bool(parallel) and distributed.get_world_size(self.group) > 1
         self.schedule, self._captures = AuditSchedule(check_every), 0
 

@@ -45,12 +45,7 @@ def _leaf_kind(leaf: object) -> tuple[object, ...]:
 
 
 def check_batch(batch: Invocation, device: torch.device) -> None:
-    """Refuses a batch that cannot be copied into the memory of a graph.
-
-    Raises:
-        GraphError: it has a tensor elsewhere than on the device, one that is not strided or
-            requires a gradient, or an object that is neither a tensor nor a plain value.
-    """
+    """Raises GraphError for a batch that cannot be copied into the memory of a graph."""
     for leaf in flattened((batch.args, batch.kwargs))[0]:
         if isinstance(leaf, Tensor):
             _check_tensor(leaf, device)
@@ -134,11 +129,7 @@ def _copy_numbers(static: Tensor, tensor: Tensor) -> None:
 
 
 def own_outputs(outputs: PyTree) -> PyTree:
-    """Returns what a step returned in tensors of its own, without a graph of autograd.
-
-    Raises:
-        GraphError: it has something that a replay would not renew.
-    """
+    """Returns what a step returned in tensors of its own, without a graph of autograd."""
     for leaf in flattened(outputs)[0]:
         if not isinstance(leaf, (Tensor, *PLAIN)):
             raise GraphError(

@@ -61,11 +61,7 @@ class DeviceGraphs:
         pool: Pool,
         generators: Iterable[torch.Generator],
     ) -> tuple[Any, Observation, PyTree]:
-        """Captures a step; returns the graph, what the step did, and what it returned.
-
-        Raises:
-            GraphError: the device does not capture what the step does.
-        """
+        """Captures a step; returns the graph, what the step did, and what it returned."""
         graph = self._new_graph(generators)
         failure: BaseException | None = None
         try:
@@ -103,11 +99,7 @@ class DeviceGraphs:
         return self.module.graph(graph, **options)
 
     def _end_draws(self, generators: Iterable[torch.Generator]) -> None:
-        """Captures a single kernel after a capture that failed, so that eager steps may draw.
-
-        torch 2.11 tells generators of the end of a capture only where that succeeds; until then
-        all draws raise.
-        """
+        """Captures a single kernel: in torch 2.11 all draws raise from a failure to a success."""
         filled = torch.empty(1, device=self.device)
         # what broke the device, if anything, is told by the error of the capture
         with (
@@ -122,8 +114,7 @@ class DeviceGraphs:
 def _capture_hidden(module: Any) -> Iterator[None]:
     """Tells the program inside of the block that nothing is captured, but torch and zoo the truth.
 
-    Libraries ask in order to avoid what a capture does not allow. That is refused already, and a
-    graph is to be what the step did eagerly: transformers would not use flash attention, say.
+    A graph is to be what the step did eagerly: transformers would not use flash attention, say.
     """
     truth = module.is_current_stream_capturing
 
@@ -186,14 +177,11 @@ class CapturedStep:
         unread: set[str],
         pool: Pool,
     ) -> None:
-        """Captures the step, of which no kernel runs.
+        """Captures the step, of which no kernel runs; if that fails, gradients are as before.
 
         Args:
             eager: what the step did when it began as now.
             unread: names of tensors in the state that the step replaces without reading them.
-
-        Raises:
-            GraphError: the step cannot be captured; gradients are as before.
         """
         self.step, self.static, self.state = step, StaticBatch(batch), state
         before = [(location, location.read()) for location in state.tensors]

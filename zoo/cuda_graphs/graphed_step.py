@@ -56,14 +56,11 @@ _log = logging.getLogger("zoo")
 
 @dataclass
 class Trial:
-    """An eager call: what Python might read at its begin, and what the step did.
-
-    Attributes:
-        is_repeated: whether a later call that began alike did the same.
-    """
+    """An eager call: what Python might read at its begin, and what the step did."""
 
     state: Guards
     observation: Observation
+    # whether a later call that began alike did the same
     is_repeated: bool = False
 
 
@@ -101,7 +98,7 @@ class GraphedStep:
         self.step, self.models, self.optimizers = step, models, optimizers
         self.eager = self.captures = self.replays = self.audits = self._calls = 0
         self.check_every, self._ranks = check_every, Ranks(models, check_every)
-        self._warm_ups = WARM_UPS_OF_DDP if self._ranks.are_parallel else WARM_UPS
+        self._warm_ups = WARM_UPS_OF_DDP if self._ranks.group is not None else WARM_UPS
         self._name = getattr(step, "__name__", type(step).__name__)
         # the most recently used last
         self._kinds: dict[BatchKind, Kind] = {}

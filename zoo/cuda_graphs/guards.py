@@ -5,8 +5,8 @@
     function            variables of functions around it, globals that it names, defaults
     the program's own   attributes of objects, classes and modules that the code names
 
-From the step on, functions of the program are followed, not those of libraries, and their values a
-few containers deep. What lies deeper, or is read in other ways, is left to the audits (`audit`).
+From the step on, functions of the program are followed, and their values a few containers deep.
+What lies deeper, is of libraries, or is read in other ways, is left to the audits (`audit`).
 """
 
 import contextlib
@@ -253,10 +253,7 @@ class Guards:
 
 @functools.cache
 def names_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Returns the globals, and all names, in code and in that of functions in it.
-
-    A string that could be the name of an attribute counts as one, as that of `getattr`.
-    """
+    """Returns the globals, and all names, also as strings, in code and in functions in it."""
     loads = ((step.opname, step.argval) for step in dis.get_instructions(code))
     variables = frozenset(name for kind, name in loads if kind in ("LOAD_GLOBAL", "LOAD_NAME"))
     texts = (text for text in code.co_consts if type(text) is str and text.isidentifier())

@@ -17,7 +17,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -54,15 +54,14 @@ class Operand(NamedTuple):
     """A tensor that a kernel is given: of which storage, and how it lies there."""
 
     origin: str
-    address: int = 0  # of a storage from before the step that is no part of the state
-    offset: int = 0
-    sizes: tuple[int, ...] = ()
-    strides: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None
+    # of a storage from before the step that is no part of the state
+    address: int = 0
+    # offset, sizes, strides, type
+    geometry: tuple[Any, ...] = (0, ())
 
     def __str__(self) -> str:
         """Says what it is."""
-        return f"{self.origin} {tuple(self.sizes)}"
+        return f"{self.origin} {tuple(self.geometry[1])}"
 
 
 # one that the step made, where no mode saw it
@@ -239,7 +238,7 @@ class _Observer(KernelMode):  # type: ignore[no-untyped-call]
         if is_own and leaf.numel() == 1 and self._is_on_host(leaf):
             return leaf.tolist()
         offset, *geometry = where.geometry
-        return Operand(name, 0 if origin else where.address, offset - begin, *geometry)
+        return Operand(name, 0 if origin else where.address, (offset - begin, *geometry))
 
     def _look_for_obstacle(
         self, func: Operator, inputs: list[Tensor], results: list[Tensor], is_lifted: bool
