@@ -5,6 +5,7 @@ import functools
 import pickle
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zoo
+from tests.cuda_graphs import ranks
 from tests.cuda_graphs.adverse_steps import Deep
 from tests.cuda_graphs.software_graphs import SoftwareGraphs
+from tests.processes import results_in
 from zoo.cuda_graphs import graphed_step, step_observer
 from zoo.cuda_graphs.audit import AuditSchedule, Ranks
 
@@ -246,10 +249,10 @@ def test_an_audit_that_skips_something_would_be_noticed(
 def test_all_ranks_learn_of_a_difference_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
-        ranks = Ranks([DistributedDataParallel(nn.Linear(2, 2))], 256)
-        assert ranks.group is not None
-        assert not ranks.are_many
-        learn = functools.partial(ranks.learn, captures=0, device=torch.device("cpu"))
+        group = Ranks([DistributedDataParallel(nn.Linear(2, 2))], 256)
+        assert group.group is not None
+        assert not group.are_many
+        learn = functools.partial(group.learn, captures=0, device=torch.device("cpu"))
         assert learn(None) is None
         assert learn("here") == "here"
         reduced = []
@@ -286,3 +289,26 @@ def test_an_error_without_a_result_has_none() -> None:
     error = zoo.GraphError("text")
     assert (str(error), error.result) == ("text", None)
     assert str(pickle.loads(pickle.dumps(error))) == "text"
+
+
+def test_two_processes_raise_in_the_same_call_where_one_of_them_changes(tmp_path: Path) -> None:
+    first, second = results_in(2, ranks.trained, tmp_path)
+    assert len(first[1]) == len(second[1]) == 1
+    assert first[2][0] == second[2][0] >= 40
+    assert "the step of rank 1 differs from its graph" in first[1][0]
+    assert "aten.mul.Tensor is given 1.0, and 0.5 now" in second[1][0]
+    assert len(first[0]) == len(second[0]) == 60
+    assert min(first[2][1], second[2][1]) > 10
+
+
+def test_a_capture_says_what_its_graph_and_audits_take(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = iter([6 << 20, 8 << 20])
+    monkeypatch.setattr(graphed_step, "reserved_bytes", lambda device: next(held))
+    train, *_ = stale()
+    with caplog.at_level("INFO", logger="zoo"):
+        for number in range(6):
+            train(batch(number))
+    (line,) = caplog.messages
+    assert "it takes 2.00 MiB, and eager steps, as audits are, 6.00 MiB" in line

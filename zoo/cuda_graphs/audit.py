@@ -41,7 +41,7 @@ class AuditSchedule:
         if self._is_second:
             low, high = (self._distance + 1) // 2, self._distance * 3 // 2
             self._wait = self._random.randint(low, high)
-            self._distance = min(self._distance * 3 // 2 + 1, self.check_every)
+            self._distance = min(self._distance * 5 // 4 + 1, self.check_every)
         self._is_second = not self._is_second
         return True
 
