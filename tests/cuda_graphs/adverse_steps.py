@@ -1024,6 +1024,39 @@ STEPS = {
 }
 
 
+def chosen(make: Callable[[], Any]) -> Program:
+    """A program whose step reads one of two tensors that no guard sees."""
+    return Program(
+        lambda: Deep([*make(), 0]),
+        lambda kept, _: kept.get()[kept.get()[-1]],
+        lambda kept, _: operator.setitem(kept.get(), -1, 1),
+    )
+
+
+def dropping(training: Training) -> Any:
+    """Returns a step that adds to gradients, and may drop them, by which no kernel runs."""
+    model, optimizer, kept = training.model, training.optimizer, training.kept
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        if kept.get().get():
+            optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+TENSORS = {
+    "another one": chosen(lambda: (torch.ones(()), torch.full((), 0.5))),
+    "another part": chosen(lambda: torch.tensor([1.0, 0.5]).unbind()),
+    "another shape": chosen(lambda: (torch.ones(()), torch.full((1,), 0.5))),
+    "gradients that are dropped": Program(
+        lambda: Deep(Deep(False)), lambda *_: None, lambda kept, _: kept.get().put(True), dropping
+    ),
+}
+
+
 class Marked(Tensor):
     """A tensor that may be marked."""
 
@@ -1096,5 +1129,6 @@ KINDS: dict[str, dict[str, Program]] = {
     "optimizer": OPTIMIZER,
     "torch": TORCH,
     "steps": STEPS,
+    "tensors": TENSORS,
     "batches": BATCHES,
 }

@@ -37,6 +37,7 @@ BY_AUDIT = {
     "optimizer": {"one that is not told of", "length of gradients"},
     "torch": {"function of tensors"},
     "steps": {"in turn of five"},
+    "tensors": {"another one", "another part", "another shape", "gradients that are dropped"},
 }
 # what steps change themselves
 REFUSED = {
