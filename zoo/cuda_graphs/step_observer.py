@@ -134,7 +134,9 @@ class Observation:
         of_state = {location.storage for location in state.tensors}
         self.outside = [each for at, each in self.storages.items() if at not in of_state]
         self.left = {
-            where.name: ("as it was",) if new is tensor() else (observer.value(new),)
+            where.name: (
+                observer.value(new) if where in changed or tensor is gone else "as it was",
+            )
             for where, tensor, new in now
         }
         self.storages.clear()
@@ -159,7 +161,7 @@ class Observation:
         )
         for number, (call, other) in enumerate(zip(one, two, strict=False)):
             if (text := call.difference(other, now)) is not None:
-                return f"{text} (kernel {number} of {len(self.calls) - 1})"
+                return f"{text} (kernel {number} of {len(one) - 1})"
         return None
 
 
