@@ -267,7 +267,9 @@ def by_graph(training: peers.Training, job: Job) -> zoo.GraphedStep:
         training.optimizer.zero_grad()
         return loss.detach()
 
-    return zoo.make_graphed_step(step, model=training.model, optimizer=training.optimizer)
+    return zoo.make_graphed_step(
+        step, model=training.model, optimizer=training.optimizer, check_every=None
+    )
 
 
 def seeded(train: Callable[..., Tensor], training: peers.Training, seed: int) -> Tensor:

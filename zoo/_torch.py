@@ -80,7 +80,10 @@ try:
         unset_fake_temporarily,
     )
     from torch.library import _impls as PYTHON_KERNELS, _scoped_library as scoped_library
-    from torch.optim.optimizer import _global_optimizer_pre_hooks as HOOKS_OF_ALL_STEPS
+    from torch.optim.optimizer import (
+        _global_optimizer_post_hooks as HOOKS_AFTER_ALL_STEPS,
+        _global_optimizer_pre_hooks as HOOKS_OF_ALL_STEPS,
+    )
     from torch.utils import _pytree as pytree
     from torch.utils._foreach_utils import (
         _get_foreach_kernels_supported_devices as devices_with_kernels_of_lists,

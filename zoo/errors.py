@@ -89,7 +89,14 @@ class OptimizerError(ZooError, RuntimeError):
 
 
 class GraphError(ZooError, RuntimeError):
-    """A training step cannot be a CUDA graph; raised before any of it has run."""
+    """A training step cannot be a CUDA graph, or no longer is the one that was captured.
+
+    Raised before any of the step has run, or by an audit: then `result` has what it returned.
+    """
+
+    def __init__(self, text: str, result: Any = None) -> None:
+        super().__init__(text)
+        self.result = result
 
 
 class DeterminismError(ZooError, RuntimeError):

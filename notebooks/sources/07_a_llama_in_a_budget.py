@@ -104,9 +104,9 @@ print(zoo.verify(llama, batch, step.plan, optimizer=torch.optim.AdamW, steps=2))
 #
 # Write forward, backward, optimizer and `zero_grad` into one function of a batch, and give it to
 # `zoo.make_graphed_step`. On CUDA the first three calls run as they are, the fourth is captured,
-# and all later ones are replays. The learning rate, hooks, plans and whatever else Python would
-# have read are compared before each replay, so that it is never stale. Where there are no graphs
-# the step just runs.
+# and later ones are replays. The learning rate, hooks, plans and whatever else can be named are
+# compared before each replay; now and then a step runs eagerly, and is compared with the graph.
+# Where there are no graphs the step just runs.
 
 # %% name="graph-step"
 optimizer = torch.optim.AdamW(llama.parameters(), 1e-3, capturable=device == "cuda")

@@ -4,18 +4,16 @@ A graph reads its inputs at fixed addresses. So each batch is copied into tensor
 the capture, and two batches can share a graph if they differ in the numbers of tensors alone.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zoo._torch import PyTree, is_traceable_wrapper_subclass
+from zoo._torch import DisableTorchFunction, PyTree, is_traceable_wrapper_subclass
+from zoo.cuda_graphs.watched_values import PLAIN, is_plain
 from zoo.errors import GraphError, shortened
 from zoo.invocation import Invocation
 from zoo.profiling.tensor_spec import flattened, tensors_held_by
-
-# types whose values a kind compares
-VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 
 
 class BatchKind(NamedTuple):
@@ -28,35 +26,35 @@ class BatchKind(NamedTuple):
     def of(cls, batch: Invocation) -> "BatchKind":
         """Describes the arguments of a step."""
         leaves, tree = flattened((batch.args, batch.kwargs))
-        return cls(str(tree), tuple(map(_leaf_kind, leaves)))
+        # a tensor that is passed twice is the same one in the graph, too
+        first = {id(leaf): number for number, leaf in reversed([*enumerate(leaves)])}
+        with DisableTorchFunction():
+            kinds = tuple((first[id(leaf)], *_leaf_kind(leaf)) for leaf in leaves)
+        return cls(str(tree), kinds)
 
 
-def _leaf_kind(leaf: object) -> object:
+def _leaf_kind(leaf: object) -> tuple[object, ...]:
     if not isinstance(leaf, Tensor):
-        # 1 == 1.0 == True; an object is another kind than any other
-        return type(leaf), leaf if isinstance(leaf, VALUES) else id(leaf)
+        # -0.0 is not 0.0; an object is another kind than any other
+        value = float.hex(leaf) if isinstance(leaf, float) else leaf
+        return type(leaf), value if is_plain(leaf) else id(leaf)
     strides = leaf.stride() if leaf.layout is torch.strided else None
-    return leaf.shape, strides, leaf.dtype, leaf.device, leaf.layout, leaf.requires_grad
+    about = leaf.shape, strides, leaf.dtype, leaf.device, leaf.layout, leaf.requires_grad
+    # with what the program has put on the tensor
+    return type(leaf), *about, *((key, *_leaf_kind(value)) for key, value in vars(leaf).items())
 
 
 def check_batch(batch: Invocation, device: torch.device) -> None:
-    """Refuses a batch that cannot be copied into the memory of a graph.
-
-    Raises:
-        GraphError: it has a tensor elsewhere than on the device, one that is not strided or
-            requires a gradient, or an object that is neither a tensor nor a plain value.
-    """
-    leaves, _ = flattened((batch.args, batch.kwargs))
-    for leaf in leaves:
+    """Raises GraphError for a batch that cannot be copied into the memory of a graph."""
+    for leaf in flattened((batch.args, batch.kwargs))[0]:
         if isinstance(leaf, Tensor):
             _check_tensor(leaf, device)
         elif tensors_held_by(leaf):
             raise GraphError(
-                f"a graphed step takes tensors in tuples, lists and dicts, whose numbers it copies "
-                f"for each replay; got {type(leaf).__name__}, an object that holds tensors. Pass "
-                "its tensors"
+                "a graphed step copies the numbers of tensors in tuples, lists and dicts; got "
+                f"{type(leaf).__name__}, an object that holds tensors. Pass its tensors"
             )
-        elif not isinstance(leaf, VALUES):
+        elif not is_plain(leaf):
             raise GraphError(
                 f"a graphed step takes tensors and plain values; got {shortened(leaf)}, whose "
                 "changes a replay would not see. Let the step find it elsewhere"
@@ -64,24 +62,23 @@ def check_batch(batch: Invocation, device: torch.device) -> None:
 
 
 def _check_tensor(tensor: Tensor, device: torch.device) -> None:
+    shape = tuple(tensor.shape)
     if tensor.device != device:
         raise GraphError(
-            f"a graphed step takes its batch on {device}; got a tensor {tuple(tensor.shape)} on "
-            f"{tensor.device}, whose numbers a replay would not see. Move it before the step, "
-            f"with batch.to({str(device)!r}, non_blocking=True)"
+            f"a graphed step takes its batch on {device}; got a tensor {shape} on {tensor.device}. "
+            f"Move it before the step, with batch.to({str(device)!r}, non_blocking=True)"
         )
     is_wrapper = is_traceable_wrapper_subclass(tensor)
     if tensor.layout is not torch.strided or is_wrapper or tensor.is_conj() or tensor.is_neg():
         kind = type(tensor).__name__ if is_wrapper else str(tensor.layout)
         raise GraphError(
-            f"a graphed step takes dense tensors; got one {tuple(tensor.shape)} ({kind}). Pass the "
-            "tensors that it is made of, and make it in the step"
+            f"a graphed step takes dense tensors; got one {shape} ({kind}). Pass the tensors that "
+            "it is made of, and make it in the step"
         )
     if tensor.requires_grad:
         raise GraphError(
-            f"a graphed step hands back no gradients of its batch; got a tensor "
-            f"{tuple(tensor.shape)} that requires one. Pass it detached, and call requires_grad_() "
-            "on a clone in the step"
+            f"a graphed step hands back no gradients of its batch; got a tensor {shape} that "
+            "requires one. Pass it detached, and call requires_grad_() on a clone in the step"
         )
 
 
@@ -89,7 +86,8 @@ class StaticBatch:
     """Tensors at fixed addresses with the numbers of the latest batch; the values as they are."""
 
     def __init__(self, batch: Invocation) -> None:
-        self.batch = batch.map(_static_copy)
+        copies: dict[int, Tensor] = {}
+        self.batch = batch.map(lambda tensor: copies.setdefault(id(tensor), _static_copy(tensor)))
         self.versions = [tensor._version for tensor in self.batch.tensors]
 
     def take(self, batch: Invocation) -> None:
@@ -103,12 +101,22 @@ class StaticBatch:
         return next((tensor for tensor, version in pairs if tensor._version != version), None)
 
 
+def in_own_memory(batch: Invocation) -> Invocation:
+    """Returns a batch whose tensors share no memory with one another, as those of a graph."""
+    tensors = {id(tensor): tensor for tensor in batch.tensors}.values()
+    storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+    return batch if len(storages) == len(tensors) else StaticBatch(batch).batch
+
+
 def _static_copy(tensor: Tensor) -> Tensor:
-    """Returns a tensor with the numbers and the strides of another, in memory of its own."""
-    static = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    _copy_numbers(static, tensor)
+    """Returns a tensor like another in memory of its own, with what the program has put on it."""
+    with DisableTorchFunction():
+        like: Any = {"dtype": tensor.dtype, "device": tensor.device}
+        static = torch.empty_strided(tensor.shape, tensor.stride(), **like)
+        _copy_numbers(static, tensor)
+        if type(tensor) is not Tensor:
+            static = static.as_subclass(type(tensor))  # type: ignore[arg-type]
+    vars(static).update(vars(tensor))
     return static
 
 
@@ -116,24 +124,19 @@ def _static_copy(tensor: Tensor) -> Tensor:
 def _copy_numbers(static: Tensor, tensor: Tensor) -> None:
     # of an expanded dimension once
     once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
-    static[once].copy_(tensor[once], non_blocking=True)
+    with DisableTorchFunction():
+        static[once].copy_(tensor[once], non_blocking=True)
 
 
 def own_outputs(outputs: PyTree) -> PyTree:
-    """Returns what a step returned in tensors of its own, without a graph of autograd.
-
-    Raises:
-        GraphError: it has something that a replay would not renew.
-    """
-    leaves, _ = flattened(outputs)
-    for leaf in leaves:
-        if not isinstance(leaf, (Tensor, *VALUES)):
+    """Returns what a step returned in tensors of its own, without a graph of autograd."""
+    for leaf in flattened(outputs)[0]:
+        if not isinstance(leaf, (Tensor, *PLAIN)):
             raise GraphError(
                 f"a graphed step returns tensors and plain values in tuples, lists and dicts; got "
                 f"{shortened(leaf)}, which a replay would not renew. Return its tensors"
             )
-    copied = Invocation((outputs,)).map(lambda tensor: tensor.detach().clone())
-    return copied.args[0]
+    return Invocation((outputs,)).map(lambda tensor: tensor.detach().clone()).args[0]
 
 
 def detached(outputs: PyTree) -> PyTree:

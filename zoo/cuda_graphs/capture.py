@@ -1,8 +1,7 @@
 """Captures a training step into a CUDA graph, and replays it.
 
-A capture runs the Python of a step and none of its kernels; a replay runs the kernels and no
-Python. What Python leaves behind besides numbers is done for it: gradients that the step makes or
-drops are put where the captured step put them.
+A capture runs the Python of a step and no kernels; a replay runs the kernels and no Python, and
+puts gradients and attributes where the captured step put them.
 """
 
 import contextlib
@@ -14,10 +13,12 @@ from typing import Any
 import torch
 
 from zoo._torch import PyTree, end_failed_capture
+from zoo.cuda_graphs.audit import AuditSchedule
 from zoo.cuda_graphs.batch import StaticBatch, detached, own_outputs
-from zoo.cuda_graphs.python_state import PythonState
+from zoo.cuda_graphs.guards import Guards
 from zoo.cuda_graphs.step_observer import Observation
 from zoo.engine.devices import whole_step_captured
+from zoo.engine.tensor_state import storage_of
 from zoo.errors import GraphError, ZooError
 from zoo.invocation import Invocation
 
@@ -60,11 +61,7 @@ class DeviceGraphs:
         pool: Pool,
         generators: Iterable[torch.Generator],
     ) -> tuple[Any, Observation, PyTree]:
-        """Captures a step; returns the graph, what the step did, and what it returned.
-
-        Raises:
-            GraphError: the device does not capture what the step does.
-        """
+        """Captures a step; returns the graph, what the step did, and what it returned."""
         graph = self._new_graph(generators)
         failure: BaseException | None = None
         try:
@@ -102,11 +99,7 @@ class DeviceGraphs:
         return self.module.graph(graph, **options)
 
     def _end_draws(self, generators: Iterable[torch.Generator]) -> None:
-        """Captures a single kernel after a capture that failed, so that eager steps may draw.
-
-        torch 2.11 tells generators of the end of a capture only where that succeeds; until then
-        all draws raise.
-        """
+        """Captures a single kernel: in torch 2.11 all draws raise from a failure to a success."""
         filled = torch.empty(1, device=self.device)
         # what broke the device, if anything, is told by the error of the capture
         with (
@@ -121,8 +114,7 @@ class DeviceGraphs:
 def _capture_hidden(module: Any) -> Iterator[None]:
     """Tells the program inside of the block that nothing is captured, but torch and zoo the truth.
 
-    Libraries ask in order to avoid what a capture does not allow. That is refused already, and a
-    graph is to be what the step did eagerly: transformers would not use flash attention, say.
+    A graph is to be what the step did eagerly: transformers would not use flash attention, say.
     """
     truth = module.is_current_stream_capturing
 
@@ -146,6 +138,12 @@ def graphs_on(device: torch.device) -> DeviceGraphs | None:
     return DeviceGraphs(device) if has_graphs else None
 
 
+def reserved_bytes(device: torch.device) -> int:
+    """Returns the bytes that the allocator of a device holds, its graphs' included."""
+    read = getattr(torch.get_device_module(device), "memory_reserved", None)
+    return 0 if read is None else int(read(device))
+
+
 def _explained(failure: BaseException, ended: BaseException) -> BaseException:
     """Returns what to raise after a step failed in its capture, which ended with another error."""
     is_refused = "captur" in str(failure) or (failure is not ended and "captur" in str(ended))
@@ -161,8 +159,12 @@ class CapturedStep:
     """A graph of a training step, with the memory of its batch and of what it returns.
 
     Attributes:
-        state: what the Python of the step may have read when it was captured.
+        state, record: what the guards saw and the step did when it was captured.
+        schedule, right: when its next audits are, and the last call that was known to be right.
     """
+
+    schedule: AuditSchedule
+    right: int
 
     def __init__(
         self,
@@ -170,32 +172,28 @@ class CapturedStep:
         step: Callable[..., PyTree],
         batch: Invocation,
         *,
-        state: PythonState,
+        state: Guards,
         eager: Observation,
         unread: set[str],
         pool: Pool,
     ) -> None:
-        """Captures the step; no kernel of it runs.
+        """Captures the step, of which no kernel runs; if that fails, gradients are as before.
 
         Args:
-            state: what Python may read now.
             eager: what the step did when it began as now.
             unread: names of tensors in the state that the step replaces without reading them.
-
-        Raises:
-            GraphError: the step cannot be captured; gradients are as before.
         """
-        self.static, self.state = StaticBatch(batch), state
+        self.step, self.static, self.state = step, StaticBatch(batch), state
         before = [(location, location.read()) for location in state.tensors]
         try:
             for location in state.tensors:
-                if location.is_gradient and location.name in unread:
+                if location.values.is_gradient and location.name in unread:
                     # the step drops it, and its memory is not the pool's
                     location.write(None)
             run = functools.partial(self.static.batch.on, step)
             observe = functools.partial(Observation, run, state, self.static.batch.tensors)
-            self.graph, captured, self.outputs = graphs.capture(observe, pool, state.generators)
-            self._check(eager, captured)
+            self.graph, self.record, self.outputs = graphs.capture(observe, pool, state.generators)
+            self._check(eager, self.record)
         except BaseException:
             for location, tensor in before:
                 if location.read() is not tensor:
@@ -207,8 +205,6 @@ class CapturedStep:
 
     def _check(self, eager: Observation, captured: Observation) -> None:
         """Refuses a capture that is not what the step did eagerly, or did more than replays do."""
-        # alive as long as the graph, which reads them
-        self.outside = captured.outside
         if (tensor := self.static.written()) is not None:
             raise GraphError(
                 f"the step writes a tensor {tuple(tensor.shape)} of its batch in place, which a "
@@ -229,3 +225,30 @@ class CapturedStep:
         for location, tensor in self.left:
             location.write(tensor)
         return own_outputs(self.outputs)
+
+    def audit(self, graphs: Any, batch: Invocation, call: int) -> tuple[PyTree, str | None]:
+        """Runs the step eagerly on a batch, in the place of a replay.
+
+        Returns what the step returns, and how it differed from its graph. What that leaves, such as
+        gradients, has the numbers of this step, in the memory that replays write.
+        """
+        run = functools.partial(graphs.run_eagerly, functools.partial(batch.on, self.step))
+        observed = Observation(run, self.state, batch.tensors)
+        difference = self.record.difference(observed, "now")
+        now = [location.read() for location, _ in self.left]
+        for (location, tensor), found in zip(self.left, now, strict=True):
+            if difference is None and getattr(found, "shape", 0) != getattr(tensor, "shape", 0):
+                difference = f"it leaves other memory in {location.name} now, or none"
+        if observed.obstacle is not None:
+            difference = f"{observed.obstacle} ({difference})"
+        if difference is not None:
+            return detached(observed.take_outputs()), (
+                f"{difference}. The graph was right in call {self.right}; replays since then may "
+                "have trained by what was so before"
+            )
+        for (location, tensor), found in zip(self.left, now, strict=True):
+            if found is not tensor and storage_of(tensor) is not None:
+                tensor.detach().copy_(found.detach())
+            location.write(tensor)
+        self.right = call
+        return own_outputs(observed.take_outputs()), None

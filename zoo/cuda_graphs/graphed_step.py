@@ -1,9 +1,8 @@
-"""`zoo.make_graphed_step`: a whole training step as a CUDA graph, exact and never stale.
+"""`zoo.make_graphed_step`: a whole training step as a CUDA graph, guarded and audited.
 
-`torch.cuda.make_graphed_callables` captures a forward and a backward, each as a graph of its own,
-and leaves it to the program to notice when they no longer hold. Here forward, backward, optimizer
-and what else the step does are one graph, so that not a kernel waits for Python, and each call
-looks first at all that Python would have read:
+`torch.cuda.make_graphed_callables` captures a forward and a backward, and leaves it to the program
+to notice when they no longer hold. Here all that the step does is one graph. Each call looks first
+at what can be named (`guards`); now and then one runs the step itself, and compares (`audit`):
 
     call      kind of batch      Python around it         the step
     1, 2, 3   new                                         runs eagerly, and is observed
@@ -11,8 +10,10 @@ looks first at all that Python would have read:
     5         the same           the same                 is replayed: no Python, a copied batch
     6         the same           another learning rate    runs eagerly, later captured anew
     n         the epoch's last   the same                 runs eagerly, as it is rare
+    8, 9      the same           the same                 runs eagerly, and is compared
 """
 
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -21,16 +22,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zoo._torch import PyTree, is_traceable_wrapper_subclass
-from zoo.cuda_graphs.batch import BatchKind, check_batch, detached, own_outputs
-from zoo.cuda_graphs.capture import CapturedStep, DeviceGraphs, Pool, graphs_on
-from zoo.cuda_graphs.python_state import PythonState
+from zoo.cuda_graphs.audit import AuditSchedule, Ranks
+from zoo.cuda_graphs.batch import BatchKind, check_batch, detached, in_own_memory, own_outputs
+from zoo.cuda_graphs.capture import CapturedStep, DeviceGraphs, Pool, graphs_on, reserved_bytes
+from zoo.cuda_graphs.guards import Guards
 from zoo.cuda_graphs.step_observer import Observation
 from zoo.errors import ArgumentError, GraphError, shortened
 from zoo.invocation import Invocation, device_of
+from zoo.units import format_bytes
 
 # eager calls of a kind before a capture; the second is the first that begins with the optimizer's
 # state, the third shows that nothing changes from one to the next
@@ -46,19 +48,19 @@ MOST_TRIALS = 4
 # calls beyond the warm-ups that each change something until their kind counts as unstable, and the
 # most calls between two looks at one
 PATIENCE, LONGEST_WAIT = 6, 64
+CHANGED = """{} is no longer what its CUDA graph does, in call {}: {}. This call is right, and the \
+next ones run eagerly until they are captured anew. Go back to what was saved before; keep what \
+changes in a tensor on the device, pass it with the batch, or call reset() after a change"""
 _log = logging.getLogger("zoo")
 
 
 @dataclass
 class Trial:
-    """An eager call: what Python might read at its begin, and what the step did.
+    """An eager call: what Python might read at its begin, and what the step did."""
 
-    Attributes:
-        is_repeated: whether a later call that began alike did the same.
-    """
-
-    state: PythonState
+    state: Guards
     observation: Observation
+    # whether a later call that began alike did the same
     is_repeated: bool = False
 
 
@@ -83,13 +85,20 @@ class GraphedStep:
 
     Attributes:
         eager, captures, replays: how many calls ran eagerly, captured a graph, replayed one.
+        audits: how many calls ran eagerly in the place of a replay, and were compared with it.
     """
 
     def __init__(
-        self, step: Callable[..., Any], models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+        self,
+        step: Callable[..., Any],
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        check_every: int | None = None,
     ) -> None:
         self.step, self.models, self.optimizers = step, models, optimizers
-        self.eager = self.captures = self.replays = 0
+        self.eager = self.captures = self.replays = self.audits = self._calls = 0
+        self.check_every, self._ranks = check_every, Ranks(models, check_every)
+        self._warm_ups = WARM_UPS_OF_DDP if self._ranks.group is not None else WARM_UPS
         self._name = getattr(step, "__name__", type(step).__name__)
         # the most recently used last
         self._kinds: dict[BatchKind, Kind] = {}
@@ -102,7 +111,8 @@ class GraphedStep:
         """Trains one step; returns what the step returns, in tensors of its own.
 
         Raises:
-            GraphError: a graph cannot do what the step does; nothing of this call has run.
+            GraphError: a graph cannot do what the step does, and nothing of this call has run; or
+                an audit has noticed a change, and what the step returns is in `result`.
         """
         batch, device = Invocation(args, kwargs), device_of(self.models[0])
         graphs = graphs_on(device)
@@ -110,15 +120,39 @@ class GraphedStep:
             self.eager += 1
             return detached(batch.on(self.step))
         check_batch(batch, device)
-        self._check_autocast(device)
+        if torch.is_autocast_enabled(device.type):
+            raise GraphError(
+                f"{self._name} is called under autocast, whose casts of weights would outlive the "
+                "step; enter torch.autocast inside of the step"
+            )
+        self._calls += 1
+        is_shared = self._ranks.are_many and self._ranks.schedule.is_due()
+        outputs, difference = self._train(graphs, batch, is_shared)
+        if is_shared:
+            difference = self._ranks.learn(difference, self.captures, device)
+        if difference is not None:
+            self._drop([*self._graphs])
+            for kind in self._kinds.values():
+                kind.trials.clear()
+            raise GraphError(CHANGED.format(self._name, self._calls, difference), result=outputs)
+        return outputs
+
+    def _train(
+        self, graphs: DeviceGraphs, batch: Invocation, is_shared: bool
+    ) -> tuple[PyTree, str | None]:
+        """Trains one step; returns what it returns, and how it differed from its graph."""
         kind = self._kind_of(batch)
         kind.calls += 1
-        for captured in reversed(kind.graphs):
-            if captured.state.change() is None:
-                return self._replay(captured, batch)
-        if (trial := self._trial_to_capture(kind)) is not None:
-            return self._replay(self._capture(graphs, kind, trial, batch, device), batch)
-        return own_outputs(self._run_eagerly(graphs, kind, batch, device))
+        valid = (graph for graph in reversed(kind.graphs) if graph.state.change() is None)
+        if (captured := next(valid, None)) is not None:
+            if is_shared if self._ranks.are_many else captured.schedule.is_due():
+                self.audits += 1
+                return captured.audit(graphs, in_own_memory(batch), self._calls)
+        elif (trial := self._trial_to_capture(kind)) is not None:
+            captured = self._capture(graphs, kind, trial, batch)
+        if captured is not None:
+            return self._replay(captured, batch), None
+        return own_outputs(self._run_eagerly(graphs, kind, in_own_memory(batch))), None
 
     def reason(self) -> str:
         """Returns why calls ran eagerly that were not the first ones; '' if none did."""
@@ -155,7 +189,7 @@ class GraphedStep:
 
     def _trial_to_capture(self, kind: Kind) -> Trial | None:
         """Returns the eager call that began as this one does, if a graph of it would be right."""
-        if kind.calls <= self._warm_ups() or not kind.trials:
+        if kind.calls <= self._warm_ups or not kind.trials:
             return None
         if kind.obstacles > 1:
             obstacle = kind.trials[-1].observation.obstacle
@@ -168,65 +202,51 @@ class GraphedStep:
         trials = (trial for trial in reversed(kind.trials) if trial.is_repeated)
         return next((trial for trial in trials if trial.state.change() is None), None)
 
-    def _warm_ups(self) -> int:
-        modules = (module for model in self.models for module in model.modules())
-        is_parallel = any(isinstance(module, DistributedDataParallel) for module in modules)
-        return WARM_UPS_OF_DDP if is_parallel else WARM_UPS
-
     def _capture(
-        self,
-        graphs: DeviceGraphs,
-        kind: Kind,
-        trial: Trial,
-        batch: Invocation,
-        device: torch.device,
+        self, graphs: DeviceGraphs, kind: Kind, trial: Trial, batch: Invocation
     ) -> CapturedStep:
         self._check_program()
+        before = reserved_bytes(device := device_of(self.models[0]))
         # torch 2.11 captures no more into the pool of a capture that has failed
         pool, self._pool = self._pool or graphs.pool(), None
         captured = CapturedStep(
             graphs,
             self.step,
             batch,
-            state=self._state(device),
+            state=self._state(),
             eager=trial.observation,
             unread=trial.state.unread,
             pool=pool,
         )
+        captured.right, captured.schedule = self._calls, AuditSchedule(self.check_every)
         self._pool = pool
         self._drop(self._graphs[: 1 - MOST_GRAPHS] if len(self._graphs) >= MOST_GRAPHS else ())
         self._graphs.append(captured)
         kind.graphs.append(captured)
         kind.misses, self.captures = 0, self.captures + 1
         kind.trials.clear()
-        shapes = [tuple(tensor.shape) for tensor in batch.tensors]
-        _log.info("%s: captured a CUDA graph for %s", self._name, shortened(shapes))
+        shapes = shortened([tuple(tensor.shape) for tensor in batch.tensors])
+        text = "%s: captured a CUDA graph for %s; it takes %s, and eager steps, as audits are, %s"
+        sums = map(format_bytes, (reserved_bytes(device) - before, before))
+        _log.info(text, self._name, shapes, *sums)
         return captured
 
-    def _state(self, device: torch.device) -> PythonState:
-        optimizers = {f"optimizer {n}": each for n, each in enumerate(self.optimizers)}
-        if len(self.optimizers) == 1:
-            optimizers = {"optimizer": self.optimizers[0]}
-        models = {f"model {number}": model for number, model in enumerate(self.models)}
-        if len(self.models) == 1:
-            models = {"model": self.models[0]}
-        # the last is walked first
-        return PythonState({self._name: self.step, **optimizers, **models}, device)
+    def _state(self) -> Guards:
+        # what is walked first names what others share with it
+        roots = {**_numbered("model", self.models), **_numbered("optimizer", self.optimizers)}
+        return Guards(roots | {self._name: self.step}, device_of(self.models[0]))
 
-    def _run_eagerly(
-        self, graphs: DeviceGraphs, kind: Kind, batch: Invocation, device: torch.device
-    ) -> PyTree:
+    def _run_eagerly(self, graphs: DeviceGraphs, kind: Kind, batch: Invocation) -> PyTree:
         self.eager += 1
+        run = functools.partial(graphs.run_eagerly, functools.partial(batch.on, self.step))
         if kind.wait:
             kind.wait -= 1
-            return graphs.run_eagerly(lambda: batch.on(self.step))
+            return run()
         alike = (earlier for earlier in reversed(kind.trials) if earlier.state.change() is None)
         trial = next(alike, None)
         changed = kind.trials[-1].state.change() if kind.trials and trial is None else None
-        state = self._state(device) if trial is None else trial.state
-        observation = Observation(
-            lambda: graphs.run_eagerly(lambda: batch.on(self.step)), state, batch.tensors
-        )
+        state = self._state() if trial is None else trial.state
+        observation = Observation(run, state, batch.tensors)
         if trial is None:
             state.forget({location.name for location in observation.replaced})
             trial = Trial(state, observation)
@@ -246,7 +266,7 @@ class GraphedStep:
         if kind.trials[-1].is_repeated:
             return
         kind.misses += 1
-        late = kind.misses - self._warm_ups() - PATIENCE
+        late = kind.misses - self._warm_ups - PATIENCE
         if late < 0:
             return
         if late % 2 == 1:
@@ -269,10 +289,8 @@ class GraphedStep:
             return
         if len(devices) > 1:
             names = ", ".join(sorted(map(str, devices)))
-            raise GraphError(
-                f"the model is on {names}, and a graph is one of kernels on one device; move all "
-                "of it there"
-            )
+            whole = "and a graph is one of kernels on one device; move all of it there"
+            raise GraphError(f"the model is on {names}, {whole}")
         for optimizer in self.optimizers:
             if not all(group.get("capturable", True) for group in optimizer.param_groups):
                 name = type(optimizer).__name__
@@ -286,19 +304,16 @@ class GraphedStep:
                     f"parameters of {type(model).__name__} are spread over processes, which gather "
                     "them into memory that changes from step to step; use DistributedDataParallel"
                 )
-            for module in model.modules():
-                if isinstance(module, DistributedDataParallel) and module.find_unused_parameters:
-                    raise GraphError(
-                        "DistributedDataParallel(find_unused_parameters=True) looks for them on "
-                        "the host in each step, which replays would not do; leave it out"
-                    )
+            if any(getattr(module, "find_unused_parameters", False) for module in model.modules()):
+                raise GraphError(
+                    "DistributedDataParallel(find_unused_parameters=True) looks for them on the "
+                    "host in each step, which replays would not do; leave it out"
+                )
 
-    def _check_autocast(self, device: torch.device) -> None:
-        if torch.is_autocast_enabled(device.type):
-            raise GraphError(
-                f"{self._name} is called under autocast, whose casts of weights would outlive the "
-                "step; enter torch.autocast inside of the step"
-            )
+
+def _numbered(name: str, parts: Sequence[Any]) -> dict[str, Any]:
+    """Names parts, with numbers where there are several."""
+    return {f"{name} {n}" if len(parts) > 1 else name: part for n, part in enumerate(parts)}
 
 
 def has_graphs(device: torch.device) -> bool:
@@ -321,6 +336,7 @@ def make_graphed_step(
     *,
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer],
+    check_every: int | None = 256,
 ) -> GraphedStep:
     """Makes a CUDA graph of a whole training step.
 
@@ -328,22 +344,23 @@ def make_graphed_step(
         for images, labels in batches:
             losses.append(train(images.cuda(), labels.cuda()))
 
-    Each call is one training step, bit for bit the one that `step` would have been: eager, captured
-    or replayed, as docs/cuda-graphs.md says. Eight graphs are kept, in one pool of memory. Random
-    numbers of the device advance as in eager steps. On a device without graphs the step runs as it
-    is.
+    Each call is one training step: eager, captured or replayed, as docs/cuda-graphs.md says. A
+    change that can be named captures anew; any other that changes a kernel or a number is noticed
+    by an audit, a call that runs eagerly and is compared. Eight graphs are kept, in one pool of
+    memory. Random numbers advance as in eager steps. Without graphs the step runs as it is.
 
     Args:
         step: takes a batch on the device and does all of a training step.
         model: the model that it trains, or several.
         optimizer: the optimizer that it steps, or several.
+        check_every: calls between two audits, on average; fewer after a capture, None for none.
 
     Raises:
-        ArgumentError: no function, module or optimizer.
-        GraphError: now, or before anything of a call has run: the step reads numbers out of tensors
-            (`.item()`, a GradScaler), draws random numbers on the host or changes Python values; an
-            optimizer without `capturable=True`; a batch on another device, with objects, or that
-            requires gradients.
+        ArgumentError: no function, module, optimizer or number of calls.
+        GraphError: by an audit, with what its step returned as `result`. Or now, or before anything
+            of a call has run: the step reads numbers out of tensors (`.item()`, a GradScaler),
+            draws random numbers on the host or changes Python values; an optimizer without
+            `capturable=True`; a batch on another device, with objects, or that requires gradients.
     """
     models = tuple(model) if isinstance(model, list | tuple) else (model,)
     optimizers = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
@@ -358,4 +375,9 @@ def make_graphed_step(
                 )
     if not models:
         raise ArgumentError("make_graphed_step needs the model that the step trains; got none")
-    return GraphedStep(step, models, optimizers)
+    if check_every is not None and not (type(check_every) is int and check_every >= 1):
+        raise ArgumentError(
+            "check_every is a number of calls, at least 1, from one audit to the next, or None for "
+            f"no audits; got {shortened(check_every)}"
+        )
+    return GraphedStep(step, models, optimizers, check_every)

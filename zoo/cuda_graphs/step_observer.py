@@ -1,15 +1,14 @@
-"""Observes an eager step: whether a graph of it would do what its Python does.
+"""Observes a step: what a graph would make constant of what its Python does.
 
-A dispatch mode writes down what a graph would make constant: which kernels run, their numbers, and
-the addresses of tensors from outside of the step that they read. Where two steps that begin alike
-are written down alike, a graph of one of them does what the next one would have done:
+A dispatch mode below autograd writes down which kernels run, their numbers, and where each tensor
+comes from. If two steps that begin alike are written down alike, a graph of one does what the other
+does:
 
-    aten.mul.Tensor    (the address of a weight, 0.9)     0.81 in the next step: a number that
-                                                          Python changes from step to step
+    aten.mul.Tensor    (result 0 of kernel 7, 0.9)    0.81 in the next step: Python changes it
 
-What no graph can do is an obstacle: a number that is read out of a tensor, kernels on the host or
-copies from it, numbers that are drawn on the host, and values that the step itself changes, which
-replays would leave as they are.
+Numbers on the device are never read. What no graph can do is an obstacle: a number read out of a
+tensor, kernels on the host or copies from it, numbers drawn on the host, and values that the step
+itself changes, which replays would leave as they are.
 """
 
 import os
@@ -18,20 +17,21 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from zoo._torch import Args, Kwargs, Operator, PyTree, pytree
-from zoo.cuda_graphs.batch import VALUES
-from zoo.cuda_graphs.python_state import PythonState
+from zoo.cuda_graphs.guards import Guards
+from zoo.cuda_graphs.watched_values import is_plain, is_same, whereabouts
 from zoo.engine.recorder import KernelMode
 from zoo.engine.segments import thread
-from zoo.engine.tensor_state import storage_of
+from zoo.engine.tensor_state import gone, storage_of
 from zoo.errors import shortened
 from zoo.profiling.source_location import line_of_frame
+from zoo.profiling.tensor_spec import flattened
 
 # kernels whose results depend on the numbers of tensors
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -46,98 +46,99 @@ WAYS_OUT = {
     "swa_utils.py": "call update_parameters after the step",
 }
 KEEP_ON_DEVICE = "keep it on the device: with torch.where, masks, or an index of fixed size"
-# stands for a tensor that the step made itself
-OWN = "a tensor of the step"
+# with which kernels say which random numbers they drew: on the host, and in a capture on the device
+SEEDS, MOST_SEEDS = (torch.int64, torch.uint64), 2
 
 
-class Obstacle(NamedTuple):
-    """What a graph of a step cannot do, and the way out."""
+class Operand(NamedTuple):
+    """A tensor that a kernel is given: of which storage, and how it lies there."""
 
-    what: str
-    way_out: str
+    origin: str
+    # of a storage from before the step that is no part of the state
+    address: int = 0
+    # offset, sizes, strides, type
+    geometry: tuple[Any, ...] = (0, ())
 
     def __str__(self) -> str:
-        """Says both."""
-        return f"{self.what}; {self.way_out}"
+        """Says what it is."""
+        return f"{self.origin} {tuple(self.geometry[1])}"
 
 
-class Address(NamedTuple):
-    """The address of a tensor from before the step."""
-
-    value: int
+# one that the step made, where no mode saw it
+UNSEEN = Operand("a tensor of the step")
 
 
 class ObservedKernel(NamedTuple):
-    """A kernel that ran, and the plain values and addresses among its arguments."""
+    """A kernel that ran, and its arguments: plain values, and operands for tensors."""
 
     name: str
     values: tuple[object, ...]
 
-    def difference(self, other: "ObservedKernel") -> str | None:
-        """Returns how another call differs; None if it does not."""
+    def difference(self, other: "ObservedKernel", now: str) -> str | None:
+        """Returns how another call differs, which is `now`; None if it does not."""
         if self.name != other.name:
-            return f"it runs {self.name} in one step, and {other.name} in the next"
+            return f"it runs {self.name}, and {other.name} {now}"
         for value, later in zip(self.values, other.values, strict=False):
-            if value == later:
-                continue
-            if isinstance(value, Address) or isinstance(later, Address):
-                return f"{self.name} reads a tensor from before the step, another in each step"
-            return f"{self.name} is given {shortened(value)}, and {shortened(later)} in the next"
+            # most are operands, whose parts have types of their own
+            if not (type(value) is Operand and value == later) and not is_same(value, later):
+                return f"{self.name} is given {_text(value)}, and {_text(later)} {now}"
+        if len(self.values) != len(other.values):
+            return f"{self.name} is given {len(self.values)} values, {len(other.values)} {now}"
         return None
 
 
+def _text(value: object) -> str:
+    return str(value) if type(value) is Operand else shortened(value)
+
+
 class Observation:
-    """What a step did that ran eagerly.
+    """What a step did.
 
     Attributes:
-        obstacle: what a graph of it cannot do; None if nothing was found.
-        calls: its kernels.
+        obstacle: what a graph of it cannot do, and the way out; None if nothing was found.
+        calls: its kernels; as the last ones what it returns, and what it leaves in the state.
         storages: storages from before the step that kernels read, by their addresses.
         outside: the ones among them in which no tensor of the state lies.
         replaced: where tensors were kept that the step has replaced without reading them.
     """
 
-    def __init__(
-        self,
-        step: Callable[[], PyTree],
-        state: PythonState,
-        batch: Iterable[Tensor],
-    ) -> None:
+    def __init__(self, step: Callable[[], PyTree], state: Guards, batch: Iterable[Tensor]) -> None:
         device = state.device
-        self.obstacle: Obstacle | None = None
+        self.obstacle: str | None = None
         self.calls: list[ObservedKernel] = []
         self.storages: dict[int, UntypedStorage] = {}
         for name in state.scalers:
-            self.note(
-                f"{name} is a GradScaler, which decides in Python whether to step",
-                "use bfloat16, which needs none",
-            )
+            what = f"{name} is a GradScaler, which decides in Python whether to step"
+            self.note(what, "use bfloat16, which needs none")
         generators = _host_generators(state)
         # weakly: the step may free them; another one may come to lie at the same address
         pairs = ((location, location.read()) for location in state.tensors)
-        tensors = [(where, ref(tensor)) for where, tensor in pairs if isinstance(tensor, Tensor)]
-        of_state = {location.storage for location in state.tensors}
-        with _Observer(self, batch, of_state, device):
+        before = [(where, gone if tensor is None else ref(tensor)) for where, tensor in pairs]
+        observer = _Observer(self, batch, state)
+        with observer:
             self._outputs: PyTree = step()
+        leaves, structure = flattened(self._outputs)
+        returned = str(structure), *map(observer.value, leaves)
+        self.calls.append(ObservedKernel("what it returns", returned))
         if generators != _host_generators(state):
-            self.note(
-                "it draws random numbers on the host, which replays would not draw again",
-                f"draw them on {device}, or before the step and pass them as a tensor",
+            what = "it draws random numbers on the host, which replays would not draw again"
+            self.note(what, f"draw them on {device}, or before the step and pass them as a tensor")
+        if (difference := state.changed_by_step()) is not None:
+            what = f"it changes {difference}, which replays would leave as it is"
+            way_out = "change it after the step, or keep it in a tensor that is written in place"
+            self.note(what, way_out)
+        now = [(where, tensor, where.read()) for where, tensor in before]
+        earlier = [(where, tensor(), new) for where, tensor, new in now if tensor is not gone]
+        changed = [where for where, tensor, new in earlier if new is not tensor or new is None]
+        self.replaced = [where for where in changed if where.storage not in self.storages]
+        of_state = {location.storage for location in state.tensors}
+        self.outside = [each for at, each in self.storages.items() if at not in of_state]
+        self.left = {
+            where.name: (
+                observer.value(new) if where in changed or tensor is gone else "as it was",
             )
-        for values in state.values:
-            if (difference := values.change()) is not None:
-                self.note(
-                    f"it changes {difference}, which replays would leave as it is",
-                    "change it after the step, or keep it in a tensor that is written in place",
-                )
-        self.replaced = [
-            location
-            for location, tensor in tensors
-            if (tensor() is None or location.read() is not tensor())
-            and location.storage not in self.storages
-        ]
-        pairs_outside = (pair for pair in self.storages.items() if pair[0] not in of_state)
-        self.outside = [storage for _, storage in pairs_outside]
+            for where, tensor, new in now
+        }
         self.storages.clear()
 
     def take_outputs(self) -> PyTree:
@@ -148,15 +149,19 @@ class Observation:
     def note(self, what: str, way_out: str) -> None:
         """Notes an obstacle, unless there is one."""
         if self.obstacle is None:
-            self.obstacle = Obstacle(what, way_out)
+            self.obstacle = f"{what}; {way_out}"
 
-    def difference(self, later: "Observation") -> str | None:
-        """Returns how a later step differed; None if it did not."""
-        for call, other in zip(self.calls, later.calls, strict=False):
-            if (text := call.difference(other)) is not None:
-                return text
-        if len(self.calls) != len(later.calls):
-            return f"it runs {len(self.calls)} kernels in one step, {len(later.calls)} in the next"
+    def difference(self, later: "Observation", now: str = "in the next") -> str | None:
+        """Returns how a later step differed, which is `now`; None if it did not."""
+        # tensors that it replaces unread are compared in one of them only
+        both = [name for name in self.left if name in later.left]
+        one, two = (
+            [*each.calls, *(ObservedKernel(name, each.left[name]) for name in both)]
+            for each in (self, later)
+        )
+        for number, (call, other) in enumerate(zip(one, two, strict=False)):
+            if (text := call.difference(other, now)) is not None:
+                return f"{text} (kernel {number} of {len(one) - 1})"
         return None
 
 
@@ -165,32 +170,30 @@ class _Observer(KernelMode):  # type: ignore[no-untyped-call]
 
     keeps_compiled = True
 
-    def __init__(
-        self,
-        observation: Observation,
-        batch: Iterable[Tensor],
-        of_state: set[int],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, observation: Observation, batch: Iterable[Tensor], state: Guards) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.observation, self.of_state, self.device = observation, of_state, device
-        # storages of the batch, and those that the step makes
-        self.own: set[int] = set()
-        # storages of what kernels return to say which random numbers they drew: on the host, and in
-        # a capture on the device
-        self.seeds: set[int] = set()
-        self._add_own(batch)
+        self.observation, self.device = observation, state.device
+        # by the numbers of storages, weakly since another may get the number: what a storage is
+        # called, from where on, and whether the step made it or was given it
+        self.origins: dict[int, tuple[Callable[[], object], str, int, bool]] = {}
+        self.of_state = {location.storage for location in state.tensors}
+        for location in reversed(state.tensors):
+            tensor = location.read()
+            if location.storage > 0 and tensor is not None:
+                self._note(tensor, location.name, is_own=False)
+        for number, tensor in enumerate(batch):
+            self._note(tensor, f"tensor {number} of the batch", int(tensor.storage_offset()))
 
-    def _add_own(self, tensors: Iterable[object]) -> None:
-        self.own.update(_number(leaf) for leaf in tensors if isinstance(leaf, Tensor))
+    def _note(self, tensor: Tensor, name: str, offset: int = 0, is_own: bool = True) -> None:
+        if (storage := storage_of(tensor)) is not None:
+            self.origins[storage._cdata] = ref(storage), name, offset, is_own
 
-    def _is_own(self, tensor: Tensor) -> bool:
-        return storage_of(tensor) is None or _number(tensor) in self.own
-
-    def _is_copy(self, tensor: Tensor) -> bool:
-        """Returns whether a kernel that is replayed reads a copy, which no mode saw being made."""
-        storage = storage_of(tensor)
-        return storage is not None and thread.replaying and storage.data_ptr() not in self.of_state
+    def _origin(self, tensor: Tensor) -> tuple[str, int, bool] | None:
+        """Returns where a tensor's storage comes from; None if no mode saw it being made."""
+        if (storage := storage_of(tensor)) is None:
+            return UNSEEN.origin, 0, True
+        alive, name, offset, is_own = self.origins.get(storage._cdata, (gone, "", 0, False))
+        return (name, offset, is_own) if alive() is storage else None
 
     def _is_on_host(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" != self.device.type
@@ -200,39 +203,51 @@ class _Observer(KernelMode):  # type: ignore[no-untyped-call]
     ) -> PyTree:
         """Runs a kernel and writes it down."""
         leaves = pytree.tree_leaves((args, kwargs))
+        calls, inputs = self.observation.calls, [x for x in leaves if isinstance(x, Tensor)]
         is_lifted = getattr(func, "_schema", None) is not None and func._schema.name == LIFTED
         if is_lifted:
-            self._add_own(leaves)
-        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        before = {*map(_number, inputs)}
+            self._note(inputs[0], f"the constant of kernel {len(calls)}")
         if func not in IDLE:
-            values = tuple(map(self._value, leaves))
-            self.observation.calls.append(ObservedKernel(str(func), values))
+            calls.append(ObservedKernel(str(func), (*(kwargs or {}), *map(self.value, leaves))))
+        before = {*map(_number, inputs)}
         out = func(*args, **kwargs or {})
         results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-        self._add_own(tensor for tensor in results if _number(tensor) not in before)
-        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-            self.seeds.update(map(_number, filter(self._is_on_host, results)))
+        draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        for index, tensor in enumerate(results):
+            if _number(tensor) not in before:
+                is_seed = draws and tensor.dtype in SEEDS and tensor.numel() <= MOST_SEEDS
+                # what is empty first is called after the kernel in front of it
+                name = f"result {index} of kernel {len(calls) - 1}"
+                self._note(tensor, UNSEEN.origin if is_seed else name)
         if self.observation.obstacle is None:
             self._look_for_obstacle(func, inputs, results, is_lifted)
         return out
 
-    def _value(self, leaf: object) -> object:
+    def value(self, leaf: object) -> object:
         """Returns what a graph makes constant of an argument of a kernel."""
         if not isinstance(leaf, Tensor):
-            return leaf if isinstance(leaf, VALUES) else type(leaf).__name__
-        storage = storage_of(leaf)
-        if storage is None or self._is_own(leaf) or self._is_copy(leaf):
-            is_number = self._is_on_host(leaf) and leaf.numel() == 1
-            return leaf.tolist() if is_number and _number(leaf) not in self.seeds else OWN
-        self.observation.storages[storage.data_ptr()] = storage
-        return Address(storage.data_ptr() + int(leaf.storage_offset()) * leaf.itemsize)
+            return leaf if is_plain(leaf) else type(leaf).__name__
+        where, origin = whereabouts(leaf), self._origin(leaf)
+        assert where is not None, "it is a tensor"
+        is_copy = origin is None and thread.replaying and where.address not in self.of_state
+        if not where.geometry or is_copy:
+            return UNSEEN
+        name, begin, is_own = origin or ("another tensor from before the step", 0, False)
+        if not is_own:
+            self.observation.storages[where.address] = leaf.untyped_storage()
+        if name == UNSEEN.origin:
+            return UNSEEN
+        if is_own and leaf.numel() == 1 and self._is_on_host(leaf):
+            return leaf.tolist()
+        offset, *geometry = where.geometry
+        return Operand(name, 0 if origin else where.address, (offset - begin, *geometry))
 
     def _look_for_obstacle(
         self, func: Operator, inputs: list[Tensor], results: list[Tensor], is_lifted: bool
     ) -> None:
         host = [self._is_on_host(tensor) for tensor in (*inputs, *results)]
-        outside = next((t for t in inputs if self._is_on_host(t) and not self._is_own(t)), None)
+        on_host = filter(self._is_on_host, inputs)
+        outside = next((t for t in on_host if not (self._origin(t) or (0,))[-1]), None)
         if not all(host) and not READS.isdisjoint(getattr(func, "tags", ())):
             what, way_out = "reads numbers of a tensor and waits for the device", KEEP_ON_DEVICE
         elif outside is not None:
@@ -265,7 +280,7 @@ def _way_out(frame: FrameType | None) -> str | None:
     return None
 
 
-def _host_generators(state: PythonState) -> bytes:
+def _host_generators(state: Guards) -> bytes:
     """Returns the states of the generators of random numbers on the host."""
     numpy = sys.modules.get("numpy")
     on_host = [

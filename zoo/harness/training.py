@@ -94,7 +94,10 @@ class Training:
         for group in self.optimizer.param_groups:
             # a fused optimizer counts its steps on the device with or without
             group.update({"capturable": True} if "capturable" in group else {})
-        graphed = make_graphed_step(self._train, model=self.model, optimizer=self.optimizer)
+        # what it leaves is compared with eager steps all the same
+        graphed = make_graphed_step(
+            self._train, model=self.model, optimizer=self.optimizer, check_every=None
+        )
         self._run = graphed
         return graphed
 

@@ -1,0 +1,305 @@
+"""What is looked at before each replay: exact, cheap, and a change captures anew.
+
+    the whole program   autocast, modes, hooks of all modules and optimizers, torch's settings
+    module, optimizer   all attributes: parameters, gradients, hooks, groups, state, plans
+    function            variables of functions around it, globals that it names, defaults
+    the program's own   attributes of objects, classes and modules that the code names
+
+From the step on, functions of the program are followed, and their values a few containers deep.
+What lies deeper, is of libraries, or is read in other ways, is left to the audits (`audit`).
+"""
+
+import contextlib
+import dis
+import functools
+import itertools
+import operator
+import random
+import sys
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from zoo._torch import HOOKS_AFTER_ALL_STEPS, HOOKS_OF_ALL_STEPS, dispatch_modes
+from zoo.cuda_graphs.watched_values import ANY, MISSING, WatchedValues, is_plain
+from zoo.engine.kernel_settings import TABLE, read_settings
+from zoo.layers.module_hooks import GLOBAL_HOOKS
+from zoo.tracing.planned_forward import PatchedForward
+
+# containers in containers, and objects in objects, that are looked into; numbers of one, at most
+DEEPEST, MOST_VALUES = 6, 4096
+# objects whose attributes are all compared
+WHOLE = (nn.Module, Optimizer, LRScheduler, Distribution, SimpleNamespace)
+# parts of a module that the names of what is in them leave out
+UNNAMED = ("_parameters", "_buffers", "_modules")
+# attributes of torch's wrapper, whose others are notes of its own on each step
+OF_PARALLEL = ("training", "_modules", "_forward_hooks", "require_backward_grad_sync")
+HOOKS_OF_PARAMETER = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+HOOKS_OF_ALL = (*GLOBAL_HOOKS, HOOKS_OF_ALL_STEPS, HOOKS_AFTER_ALL_STEPS)
+# flag of classes that are made while a program runs
+HEAP_TYPE = 1 << 9
+LIBRARIES = (*sys.stdlib_module_names, "torch", "zoo", "numpy")
+# as no code of the program hands it out
+DICT_OF_CLASS: Callable[[type], Mapping[str, Any]] = type.__dict__["__dict__"].__get__
+CONTAINERS: tuple[Any, ...] = (dict, list, tuple, deque, set, frozenset)
+# those that tell where they are
+ITERATORS: tuple[type, ...] = (itertools.count, type(iter([])), type(iter(range(0))))
+# what wraps functions, and where it has them
+WRAPPERS: dict[type, tuple[str, ...]] = {
+    MethodType: ("__self__", "__func__"),
+    functools.partial: ("func", "args", "keywords"),
+    type(functools.lru_cache(print)): ("__wrapped__",),
+    property: ("fget",),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+}
+
+
+class Found(NamedTuple):
+    """A value that is reached, and the number of containers and objects around it."""
+
+    name: str
+    value: Any
+    depth: int = 0
+
+
+class Guards:
+    """Values and tensors that a training step may read, as they were when this was made.
+
+    Attributes:
+        tensors: where tensors and gradients are, but for those `unread`, which are not compared.
+        generators, host_generators: what draws random numbers, of torch and others.
+        scalers: names of the GradScalers in use.
+    """
+
+    def __init__(self, roots: Mapping[str, Any], device: torch.device) -> None:
+        self.device, self.ambient = device, _ambient(device)
+        self.unread: set[str] = set()
+        numpy = getattr(sys.modules.get("numpy"), "random", None)
+        drawing = (numpy.Generator, numpy.RandomState, numpy.BitGenerator) if numpy else ()
+        self.visitors: dict[Any, Callable[[Found], None]] = {
+            Tensor: self._add_parameter,
+            torch.Generator: lambda found: self.generators.append(found.value),
+            (random.Random, *drawing): lambda found: self.host_generators.append(found.value),
+            torch.amp.GradScaler: self._add_scaler,
+            CONTAINERS: self._add_container,
+            tuple(WRAPPERS): self._add_wrapper,
+            ITERATORS: self._add_iterator,
+            PatchedForward: self._add_plan,
+            FunctionType: self._add_function,
+            type: self._add_class,
+            object: self._add_object,
+        }
+        # names that code uses, by which attributes of objects are chosen
+        self.names: set[str] = set()
+        count = -1
+        while count != len(self.names):
+            count = len(self.names)
+            self.values: list[WatchedValues] = []
+            self.empty: list[Found] = []
+            self.generators: list[torch.Generator] = []
+            self.host_generators: list[Any] = []
+            self.scalers: list[str] = []
+            # keeps each object alive, so that its id is not reused
+            self.seen: dict[int, Any] = {}
+            self.waiting: deque[Found] = deque()
+            for root in roots.items():
+                self.waiting.append(Found(*root))
+                while self.waiting:
+                    self._visit(self.waiting.popleft())
+        self.seen.clear()
+        self.tensors = [location for values in self.values for location in values.locations()]
+        known: Counter[str] = Counter()
+        for location in self.tensors:
+            # names are unique
+            known.update((name := location.name,))
+            location.name += f" ({known[name]})" * (known[name] > 1)
+
+    def change(self) -> str | None:
+        """Says what is not as it was; None if all is."""
+        now = _ambient(self.device)
+        if now != self.ambient:
+            pairs = ((name, was, now[name]) for name, was in self.ambient.items())
+            return next(f"{name} ({was}, now {new})" for name, was, new in pairs if was != new)
+        filled = (f"{name} (empty, now not)" for name, values, _ in self.empty if values)
+        changes = itertools.chain(filled, (values.change() for values in self.values))
+        return next((change for change in changes if change is not None), None)
+
+    def changed_by_step(self) -> str | None:
+        """Says which value the step has changed, which replays would leave as it is."""
+        # a step that takes from an iterator is no graph, but runs eagerly
+        kept = (each for each in self.values if not (each.is_gradient or each.is_iterator))
+        changes = (values.change(by_step=True) for values in kept)
+        return next((change for change in changes if change is not None), None)
+
+    def forget(self, names: set[str]) -> None:
+        """Compares tensors of these names no longer: the step does not read them."""
+        self.unread |= names
+        for location in (each for each in self.tensors if each.name in names):
+            location.values.before[location.index] = ANY
+        self.tensors = [location for location in self.tensors if location.name not in names]
+
+    def _visit(self, found: Found) -> None:
+        kind, is_new = type(found.value), id(found.value) not in self.seen
+        if is_new and found.depth <= DEEPEST and not is_plain(found.value):
+            self.seen[id(found.value)] = found.value
+            next(visit for base, visit in self.visitors.items() if issubclass(kind, base))(found)
+
+    def _watch(
+        self, found: Found, read: Callable[[], Any], keys: Iterable[Any] = (), write: Any = None
+    ) -> None:
+        watched = WatchedValues(found.name, read, (*keys,), write)
+        self.values.append(watched)
+        for index, value in enumerate(read()):
+            self.waiting.append(Found(watched.name_of(index), value, found.depth + 1))
+
+    def _watch_keys(self, found: Found, mapping: Any, keys: Iterable[str]) -> None:
+        """Watches some variables or attributes, also those that are not there yet."""
+        if keys := (*dict.fromkeys(keys),):
+            read = lambda: tuple(mapping.get(key, MISSING) for key in keys)  # noqa: E731
+            self._watch(found, read, keys, getattr(mapping, "__setitem__", None))
+
+    def _add_scaler(self, found: Found) -> None:
+        self.scalers += [found.name] * found.value.is_enabled()
+
+    def _add_container(self, found: Found) -> None:
+        values = found.value
+        base = next(base for base in CONTAINERS if issubclass(type(values), base))
+        length = base.__len__(values)
+        write = hasattr(base, "__setitem__") and functools.partial(base.__setitem__, values)
+        if not length and type(values) in (*CONTAINERS, OrderedDict):
+            self.empty.append(found)
+        elif length > MOST_VALUES:
+            self._watch(found, lambda: (base.__len__(values),))
+        elif base is dict:
+            self._watch(found, lambda: (*dict.values(values), *dict(values)), dict(values), write)
+        else:
+            self._watch(found, lambda: (*base.__iter__(values),), range(length), write)
+        if type(values) is not base:
+            self._add_object(found)
+
+    def _add_wrapper(self, found: Found) -> None:
+        kind = next(kind for kind in WRAPPERS if issubclass(type(found.value), kind))
+        # it is no level of its own
+        self.waiting += (found._replace(value=getattr(found.value, key)) for key in WRAPPERS[kind])
+
+    def _add_iterator(self, found: Found) -> None:
+        read = lambda: (operator.length_hint(found.value) or repr(found.value),)  # noqa: E731
+        self.values.append(WatchedValues(found.name, read, ("next",)))
+
+    def _add_plan(self, found: Found) -> None:
+        name = f"the plan of {found.name.removesuffix('.forward')}"
+        self.values.append(WatchedValues(name, lambda: (found.value.latest,)))
+
+    def _add_parameter(self, found: Found) -> None:
+        name, tensor, _ = found
+        if tensor.is_leaf and tensor.requires_grad:
+            gradient, write = f"the gradient of {name}", functools.partial(setattr, tensor)
+            self.values.append(WatchedValues(gradient, lambda: (tensor.grad,), ("grad",), write))
+            self._watch(Found(f"the hooks of {name}", None), lambda: HOOKS_OF_PARAMETER(tensor))
+
+    def _add_object(self, found: Found) -> None:
+        name, value, depth = found
+        kind, own = type(value), attributes_of(value)
+        module = own.get("__name__") if issubclass(kind, ModuleType) else _module_of(kind)
+        if not (issubclass(kind, WHOLE) or _is_own(str(module))):
+            return
+        if issubclass(kind, nn.Module):
+            # before they are met under a longer name; no module is too deep
+            self.waiting += (Found(name, own.get(part)) for part in UNNAMED)
+        if issubclass(kind, WHOLE) and not issubclass(kind, DistributedDataParallel):
+            read = lambda: (*own.values(), *own, type(value))  # noqa: E731
+            self._watch(Found(name, None), read, own, own.__setitem__)
+        else:
+            # also those of the class, in front of which one of the object may come
+            keys = (*own, *(key for owner in kind.__mro__ for key in DICT_OF_CLASS(owner)))
+            is_parallel = issubclass(kind, DistributedDataParallel)
+            named = OF_PARALLEL if is_parallel else filter(self.names.__contains__, keys)
+            self._watch_keys(found, own, named)
+        for owner in kind.__mro__:
+            self._visit(Found(name, owner, depth))
+
+    def _add_class(self, found: Found) -> None:
+        """Watches methods and attributes of a user's class: those named, and what Python calls."""
+        own = DICT_OF_CLASS(found.value)
+        if _is_own(_module_of(found.value)):
+            called = (key for key, value in own.items() if isinstance(value, FunctionType))
+            called = (key for key in called if key == "forward" or key.startswith("__"))
+            self._watch_keys(found, own, (*filter(self.names.__contains__, own), *called))
+
+    def _add_function(self, found: Found) -> None:
+        name, function, _ = found
+        if not _is_own(function.__module__ or "__main__"):
+            return
+        variables, names = names_in(function.__code__)
+        self.names |= names
+        # its values are the outermost ones
+        within = Found("", function, -1)
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        read = lambda: tuple(map(_contents, cells.values()))  # noqa: E731
+        self._watch(within, read, cells, lambda key, new: setattr(cells[key], "cell_contents", new))
+        # also those that are not there, as of built-in functions
+        self._watch_keys(within, function.__globals__, variables)
+        self.waiting += (Found(name, function.__defaults__), Found(name, function.__kwdefaults__))
+
+
+@functools.cache
+def names_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Returns the globals, and all names, also as strings, in code and in functions in it."""
+    loads = ((step.opname, step.argval) for step in dis.get_instructions(code))
+    variables = frozenset(name for kind, name in loads if kind in ("LOAD_GLOBAL", "LOAD_NAME"))
+    texts = (text for text in code.co_consts if type(text) is str and text.isidentifier())
+    names = frozenset((*code.co_names, *texts))
+    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return variables.union(*(v for v, _ in inner)), names.union(*(n for _, n in inner))
+
+
+def attributes_of(value: Any) -> Any:
+    """Returns the attributes of an object, without asking its class; none if it has no dict."""
+    with contextlib.suppress(AttributeError):
+        return object.__getattribute__(value, "__dict__")
+    return {}
+
+
+def _contents(cell: CellType) -> Any:
+    with contextlib.suppress(ValueError):
+        return cell.cell_contents
+    return MISSING
+
+
+def _module_of(kind: type) -> str:
+    """Returns the module of a class; that of a program run by `exec` is not the built-in one."""
+    module = str(DICT_OF_CLASS(kind).get("__module__", "builtins"))
+    return "__main__" if module == "builtins" and kind.__flags__ & HEAP_TYPE else module
+
+
+@functools.cache
+def _is_own(module: str) -> bool:
+    """Returns whether a module is the program's own, not one that was installed."""
+    path = getattr(sys.modules.get(module), "__file__", None) or ""
+    is_library = module.partition(".")[0] in LIBRARIES
+    is_library |= "site-packages" in path or "dist-packages" in path
+    # which may be installed, too
+    return module == "__main__" or not is_library
+
+
+def _ambient(device: torch.device) -> dict[str, Any]:
+    kind, settings = device.type, zip(TABLE, read_settings(), strict=False)
+    return {
+        "autocast": torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+        "the cache of autocast": torch.is_autocast_cache_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "gradients enabled": torch.is_grad_enabled(),
+        "the default device": torch.get_default_device(),
+        "the dispatch modes": [*map(id, dispatch_modes())],
+        "the hooks of all modules and optimizers": [(*hooks,) for hooks in HOOKS_OF_ALL],
+        **{setting.name: value for setting, value in settings},
+    }
