@@ -182,7 +182,7 @@ class Value:
         """
         base = self.base()
         source = tensor if base is None and self.requires_grad is None else base
-        if self.shared is None and source is not None:
+        if self.shared is None and source is not None and not source.is_nested:
             self.shared = SharedMemory(Geometry(source))
         if self.shared is not None and tensor is not None:
             self.shared.add(tensor if tensor._base is None else tensor._base)

@@ -1,5 +1,6 @@
 """The dispatch mode that records the kernels of a segment, and the base of all such modes."""
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Self
@@ -81,8 +82,10 @@ class Recorder(KernelMode):
         recording = self.recording
         if effects.ignored:
             if effects.detaches and recording is not None:
-                recording.storages.note_detach(args[0])
-            return func._op(*args, **kwargs)
+                function: Kernel = functools.partial(_detach, recording, func)
+            else:
+                function = func._op
+            return function(*args, **kwargs)
         if thread.replaying:
             return with_present_keys(func, args, kwargs)(*args, **kwargs)
         if recording is not None and not effects.simple:
@@ -189,6 +192,14 @@ class Recorder(KernelMode):
             self.before_write(tensor)
             is_alike = tensor.dtype is kernel.args[0].dtype
             kernel.args[position] = None if is_alike else ScratchArgument(tensor)
+
+
+def _detach(recording: Recording, func: Operator, tensor: Tensor, **kwargs: PyTree) -> Tensor:
+    """Runs an operator whose result shares the memory of its argument, and may outlive it."""
+    recording.storages.note_detach(tensor)
+    alias: Tensor = func._op(tensor, **kwargs)
+    recording.storages.watch_detached(tensor, alias)
+    return alias
 
 
 def _run_empty(

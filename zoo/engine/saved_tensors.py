@@ -496,6 +496,7 @@ def prune(segment: Segment) -> None:
 
 
 def _prune(segment: Segment) -> None:
+    segment.recording.storages.look_at_detached()
     handles = segment.all_handles()
     for handle in handles:
         handle.look_for_writes()

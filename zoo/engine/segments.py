@@ -30,7 +30,7 @@ from zoo.engine.tensor_state import (
     roles_of,
     storage_of,
 )
-from zoo.engine.unseen_writes import fingerprint, read, read_memory
+from zoo.engine.unseen_writes import fingerprint, read, read_in
 from zoo.errors import RecomputeError
 
 # hooks for saved tensors
@@ -182,11 +182,14 @@ class Handle:
         # makes autograd regenerate it: a node that comes earlier in the backward, or an error
         if original is None or original._version != self.version:
             return False
-        made_by = original.grad_fn
-        if made_by is None or made_by._sequence_nr() != self.sequence - 1:
+        if (made_by := original.grad_fn) is None:
+            return False
+        is_function = hasattr(made_by, "apply")
+        # the forward of a function may have made autograd nodes between its own and this
+        if made_by._sequence_nr() != self.sequence - 1 and not (is_function and self.was_result):
             return False
         base = original._base
-        return base is None or hasattr(made_by, "apply") or _is_just_written(base, made_by)
+        return base is None or is_function or _is_just_written(base, made_by)
 
     def keep_if_replaced(self, tensor: Tensor) -> None:
         """Keeps the tensor if it is this one, whose memory the program has replaced.
@@ -329,9 +332,11 @@ class Handle:
             is_here = storage_of(original) is home or not self.is_result
             return detached(original) if is_here and type(original) is not FakeTensor else replayed
         if home is not None and type(self.fingerprint) is bytes and self.fingerprint:
-            start, size = int(replayed.storage_offset()) * replayed.itemsize, replayed.nbytes
-            if start + size <= home.nbytes():
-                self.is_written = self.fingerprint != read_memory(home.data_ptr() + start, size)
+            present = read_in(home, replayed)
+            self.is_written = present is not None and self.fingerprint != present
+        elif home is not None and self.value.after is None and self.value.blank:
+            # it has no gradient, but NumPy may share its memory
+            self.is_written = not self.value.is_untouched(home)
         return replayed
 
 

@@ -10,7 +10,7 @@ memory that a replay may read. So what the ledger cannot know costs memory, neve
 
 import ctypes
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -47,6 +47,7 @@ class Storages:
         externals: the external tensors.
         current: those that are unchanged since they were read, by the ids of the program's tensors.
         saved: values of the tensors that autograd saved, by the ids of these.
+        watched: tensors that `detach` has made of these, by their ids.
     """
 
     def __init__(self) -> None:
@@ -56,6 +57,7 @@ class Storages:
         self.externals: list[External] = []
         self.current: dict[int, External] = {}
         self.saved: dict[int, Value] = {}
+        self.watched: dict[int, tuple[weakref.ref[Tensor], Callable[[], None]]] = {}
 
     def find(self, storage: UntypedStorage | None) -> Value | External | None:
         """Returns the present value or external tensor of a storage; None if it is unknown."""
@@ -366,6 +368,37 @@ class Storages:
                 # a detached tensor may be shared with NumPy and DLPack
                 value.blank = sample(tensor.untyped_storage()) or None
 
+    def watch_detached(self, tensor: Tensor, alias: Tensor) -> None:
+        """Looks for unseen writes when a tensor that `detach` has made dies, and when all ends.
+
+        NumPy, DLPack or another thread may write by it what autograd saved, which may be freed by
+        the time of the backward.
+        """
+        value = self.value_of(tensor)
+        if value is None or not value.blank or not value.saved:
+            return
+        key = id(alias)
+
+        def look(_: object = None) -> None:
+            if self.is_open and self.watched.pop(key, None) is not None:
+                self._look_for_unseen(value)
+
+        self.watched[key] = weakref.ref(alias, look), look
+
+    def look_at_detached(self) -> None:
+        """Looks for unseen writes by all tensors that `detach` has made and that are alive."""
+        for _, look in [*self.watched.values()]:
+            look()
+
+    def _look_for_unseen(self, value: Value) -> None:
+        storage = value.home()
+        if storage is None or self.find(storage) is not value or value.is_untouched(storage):
+            return
+        # in the baseline a saved tensor has what was written, too
+        self.latest.pop(id(storage), None)
+        for handle in value.handles():
+            handle.mark_external(storage)
+
     def hold(self, external: External) -> None:
         """Holds the tensor itself while the recording is open: it may yet get other memory."""
         if self.is_open:
@@ -380,7 +413,7 @@ class Storages:
         for external in self.externals:
             external.earlier = None
             external.detach_graph(detach)
-        del self.externals, self.latest, self.current, self.saved
+        del self.externals, self.latest, self.current, self.saved, self.watched
 
 
 def earlier_of(external: External | None) -> Iterator[External]:

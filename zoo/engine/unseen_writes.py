@@ -28,6 +28,8 @@ from zoo.engine.replay_check import CHECKS, sample_of
 # a fingerprint is WIDTH bytes from each of POSITIONS positions in a tensor
 POSITIONS = 4
 WIDTH = 16
+# numbers that are read of a tensor that leaves gaps
+NUMBERS = 8
 # a tensor of at most so many bytes is read whole
 AT_ONCE = 1 << 12
 
@@ -60,13 +62,13 @@ def fingerprint(tensor: Tensor) -> bytes | Tensor | None:
         return None
     if not tensor.is_cpu:
         return sample_of(tensor) if CHECKS else None
-    return read(tensor) if _thread.on and _is_dense(tensor) else None
+    return read(tensor) if _thread.on and not tensor.is_nested else None
 
 
 def _is_dense(tensor: Tensor) -> bool:
     """Returns whether a tensor's numbers lie side by side, in any order, as in `channels_last`."""
-    if tensor.is_contiguous() or tensor.is_nested:
-        return tensor.is_contiguous()
+    if tensor.is_contiguous():
+        return True
     numbers = 1
     for step, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size > 1 and step != numbers:
@@ -147,8 +149,44 @@ def bytes_of(tensor: Tensor) -> bytes | None:
 
 
 def read(tensor: Tensor) -> bytes:
-    """Returns bytes at positions spread over a dense tensor."""
-    return read_memory(tensor.data_ptr(), tensor.nbytes)
+    """Returns bytes at positions spread over a strided tensor."""
+    if _is_dense(tensor):
+        return read_memory(tensor.data_ptr(), tensor.nbytes)
+    return _read_numbers(tensor, tensor.data_ptr())
+
+
+def read_in(storage: UntypedStorage, like: Tensor) -> bytes | None:
+    """Returns what `read` does of a tensor that lies so in a storage; None if it has grown."""
+    start = int(like.storage_offset()) * like.itemsize
+    if start + _extent(like) * like.itemsize > storage.nbytes():
+        return None
+    if _is_dense(like):
+        return read_memory(storage.data_ptr() + start, like.nbytes)
+    return _read_numbers(like, storage.data_ptr() + start)
+
+
+def _extent(tensor: Tensor) -> int:
+    """Returns how many numbers lie between the first one of a tensor and the end of its last."""
+    steps = zip(tensor.size(), tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * step for size, step in steps) if tensor.numel() else 0
+
+
+def _read_numbers(tensor: Tensor, start: int) -> bytes:
+    """Returns numbers at positions spread over a tensor that leaves gaps, and begins at `start`."""
+    count, itemsize = tensor.numel(), tensor.itemsize
+    if not (start and count):
+        return b""
+    axes = [*zip(tensor.size(), tensor.stride(), strict=True)]
+    axes.reverse()
+    read_numbers = []
+    for part in range(NUMBERS):
+        # the last one, too
+        index, at = part * (count - 1) // (NUMBERS - 1), start
+        for size, step in axes:
+            index, along = divmod(index, size)
+            at += along * step * itemsize
+        read_numbers.append(_bytes_at(at, itemsize))
+    return b"".join(read_numbers)
 
 
 # `ctypes.string_at` is a Python function, which takes longer
