@@ -19,6 +19,7 @@ import operator
 import os
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -473,6 +474,13 @@ def _swaps_state(stream: RandomStream) -> TypeGuard[Generator]:
     """Returns whether a stream takes another state object, which a capture does not allow."""
     is_of_cuda = isinstance(stream, Generator) and stream.device.type == "cuda"
     return is_of_cuda and not torch.cuda.is_current_stream_capturing()
+
+
+# held by a thread that notes what it draws from streams that all share, or draws it again: a replay
+# sets a stream to an earlier state and back, and no other forward may draw between the two
+DRAWING = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=DRAWING._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def draw_as(draws: PackedDraws, restore: dict[int, SetAsideState]) -> None:

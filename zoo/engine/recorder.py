@@ -1,5 +1,6 @@
 """The dispatch mode that records the kernels of a segment, and the base of all such modes."""
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zoo._torch import Args, Kwargs, Operator, PyTree, TorchDispatchMode
-from zoo.engine.devices import draws_of
+from zoo.engine.devices import DRAWING, draws_of
 from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.operands import External, ScratchArgument, Value
 from zoo.engine.operator_effects import (
@@ -89,7 +90,8 @@ class Recorder(KernelMode):
         if thread.replaying:
             return with_present_keys(func, args, kwargs)(*args, **kwargs)
         if recording is not None and not effects.simple:
-            return self._run(recording, func, effects, args, kwargs)
+            with DRAWING if effects.seeded else contextlib.nullcontext():
+                return self._run(recording, func, effects, args, kwargs)
         # not the operator, which is a Python function that calls this
         function = kernel_of(func, effects, args, kwargs)
         if recording is None:

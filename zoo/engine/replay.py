@@ -28,7 +28,7 @@ from zoo._torch import (
     set_function_state,
     set_grad_enabled,
 )
-from zoo.engine.devices import SetAsideState, draw_as
+from zoo.engine.devices import DRAWING, SetAsideState, draw_as
 from zoo.engine.kernel_settings import read_settings, write_settings
 from zoo.engine.operands import REFERENCES, External, Reference, Value, View
 from zoo.engine.operator_effects import flat
@@ -98,12 +98,14 @@ def external_tensors(scheduled: Iterable[Scheduled]) -> Iterator[Tensor]:
 def replay(scheduled: Sequence[Scheduled]) -> None:
     """Calls scheduled kernels again; each result becomes the `replayed` tensor of its value."""
     changed = Changes()
-    try:
-        with DisableAutocast(), BelowAutograd():
-            _run(scheduled, changed)
-    finally:
-        # once more, where an interrupt has cut it short
-        changed.restore()
+    draws = any(kernel.draws for kernel in kernels_in(scheduled))
+    with DRAWING if draws else contextlib.nullcontext():
+        try:
+            with DisableAutocast(), BelowAutograd():
+                _run(scheduled, changed)
+        finally:
+            # once more, where an interrupt has cut it short
+            changed.restore()
 
 
 class Changes:

@@ -1,6 +1,8 @@
 """Random streams: the replay has what the forward drew, and the streams go on as without."""
 
 import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy
@@ -9,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import zoo
 from tests.training import (
     WAYS,
     Call,
@@ -280,3 +283,23 @@ def test_lstm_with_dropout_between_its_layers() -> None:
         return total, state_of(lstm), [x.grad for x in inputs]
 
     assert_exact(program)
+
+
+def test_threads_that_train_at_once_draw_and_draw_again_one_at_a_time() -> None:
+    """They share the CPU's stream, which a replay sets to an earlier state and back."""
+
+    def trains(seed: int) -> None:
+        model = nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5))
+        x = torch.rand(4000, 8, generator=torch.Generator("cpu").manual_seed(seed))
+        for _ in range(100):
+            # a mask that differs is noticed in the backward
+            zoo.recompute(model, x).tanh().sum().backward()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as executor:
+            for done in [executor.submit(trains, seed) for seed in range(4)]:
+                done.result()
+    finally:
+        sys.setswitchinterval(interval)
