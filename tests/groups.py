@@ -81,12 +81,30 @@ class Tabled(Perceptrons):
         return super().forward(x + self.table[:, None, None])
 
 
+class Recurrent(nn.Module):
+    """Reads the mean of an image, or a row, as a sequence of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.GRU(4, 4, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x if x.dim() == 2 else x.mean((2, 3))).unsqueeze(1)
+        for layer in self.layers:
+            x, _ = layer(x)
+        return x.squeeze(1)
+
+
 def put(model: nn.Module, option: Any) -> nn.Module:
     return model if option is None else zoo.checkpoint(model, option)
 
 
 def data_parallel(model: nn.Module, option: Any, **options: Any) -> nn.Module:
     return DistributedDataParallel(put(model, option), **options)
+
+
+def each_data_parallel(models: nn.Module, option: Any) -> nn.Module:
+    return nn.Sequential(*(data_parallel(model, option) for model in models.children()))
 
 
 def wrapped_first(model: nn.Module, option: Any) -> nn.Module:
@@ -349,6 +367,7 @@ unused = functools.partial(data_parallel, find_unused_parameters=True)
 static = functools.partial(data_parallel, static_graph=True)
 CHECKS: dict[str, Callable[[], None]] = {
     "data parallel": exact(Net, data_parallel),
+    "two data parallel": exact(lambda: nn.Sequential(Recurrent(), Recurrent()), each_data_parallel),
     "static graph": exact(Net, static, "sqrt"),
     "wrapped first": exact(Net, wrapped_first, 3),
     "sharded after": exact(Net, sharded_after),
