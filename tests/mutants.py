@@ -54,6 +54,11 @@ GUARDS = {
         PendingReads.are_left: never waiting_in, never any""",
     "../tracing/test_exact": """
         Conductor._keep_late: drop mark_external, drop hold_readers""",
+    "../tracing/test_graphs_in_front": """
+        TracedGraph.is_in_front: never node self _in_front
+        TracedGraph.note_kernel: drop hooked
+        autograd_interpreter.gradients_of: never incoming is_in_front
+        saved_tensors._check_modes: never new""",
     "pitfalls/test_aliases": """
         Recorder._run: never _is_given_twice
         replay._scratch: always all""",
@@ -143,7 +148,7 @@ GUARDS = {
     "test_fingerprint": """
         Handle.take_replayed: never before
         Handle.look_for_writes: drop fingerprint
-        unseen_writes.fingerprint: never requires_grad, always _is_dense
+        unseen_writes.fingerprint: never requires_grad
         Value.is_untouched: always self""",
     "test_fingerprint pitfalls/test_unseen_writes": """
         Value.has_version: always holder version version""",
@@ -189,6 +194,8 @@ GUARDS = {
         saved_tensors._prune: drop clear""",
     "test_interrupts": """
         saved_tensors.unpack_handle: drop replaying around""",
+    "test_jit_traces": """
+        operator_effects.with_tensors: never _NUMBERS kind""",
     "test_kernel_segments": """
         Conductor.__torch_dispatch__: never replaying
         Conductor._advance: never func
@@ -263,6 +270,16 @@ GUARDS = {
     "test_replay_check": """
         ReplayCheck.compare: put differs, put logical_or_
         ReplayCheck.end_backward: never every""",
+    "test_shared_memory": """
+        Handle._as_it_is: drop is_untouched
+        Handle.is_result: never is_function was_result
+        Storages.watch_detached: drop watched
+        saved_tensors._prune: drop look_at_detached""",
+    "test_slices": """
+        External._is_written_beside: never numel, always digest
+        Handle.before_write: drop _keep_memory
+        Storages.target: never ReplayedCopy
+        unseen_writes.is_slice: never itemsize""",
     "test_saved_tensors": """
         saved_tensors.unpack_handle: drop check_version, never current_backward
         Recorder._run_unrecorded: never lists
@@ -276,6 +293,10 @@ GUARDS = {
         External._unchanged: drop tensor""",
     "test_saved_tensors test_recording test_recompute test_replay": """
         saved_tensors.replay_for: drop append""",
+    "test_wrapper_subclasses": """
+        KeptWrapper.__init__: never is_result
+        KeptWrapper.unpack: drop check_version
+        saved_tensors.pack: always is_wrapper""",
 }
 REPLACEMENTS = {
     "put scheduled_for": "self.scheduled_for = 0",

@@ -46,6 +46,7 @@ class TracedGraph:
         # by thread the number of its first node: a device has a thread of its own for a backward
         # inside of the forward
         self._first = {threading.get_ident(): sequence_number()}
+        self._latest = sequence_number()  # of the node that comes next
         self._end: int | None = None
         self.hooked: set[int] = set()
         self._in_front: set[Node] = set()
@@ -56,8 +57,10 @@ class TracedGraph:
         """Called before a kernel reads tensors; `has_hooks`: the trace's own hooks are there."""
         number = sequence_number()
         self._first.setdefault(threading.get_ident(), number)
-        if has_hooks and not is_packing():
+        if has_hooks and number > self._latest and not is_packing():
+            # autograd has numbered the operation whose kernel this is
             self.hooked.add(number - 1)
+        self._latest = number
         for tensor in inputs:
             # without a gradient the kernel makes no edge, and autograd may make a node anew to tell
             if id(tensor) not in self._known and tensor.requires_grad and torch.is_grad_enabled():
