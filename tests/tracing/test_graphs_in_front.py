@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
-from tests.training import assert_same
+from tests.training import assert_same, needs_numpy
 from zoo._torch import FakeTensorMode
 
 T = TypeVar("T")
@@ -201,6 +201,7 @@ def test_hooks_inside_are_not_called_for_a_plan(inner: str, without_fork: None) 
     assert_same(train(True), train(False))
 
 
+@needs_numpy
 @pytest.mark.parametrize("front", ["checkpoint", "hooks for saved tensors", "another thread"])
 def test_nothing_in_front_is_called_for_a_plan_ahead(front: str, without_fork: None) -> None:
     option = {"memory_budget": "1GiB", "optimizer": "sgd"}
