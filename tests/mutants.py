@@ -195,7 +195,7 @@ GUARDS = {
     "test_interrupts": """
         saved_tensors.unpack_handle: drop replaying around""",
     "test_jit_traces": """
-        operator_effects.with_tensors: never _NUMBERS kind""",
+        operator_effects.with_tensors: never NUMBERS kind""",
     "test_kernel_segments": """
         Conductor.__torch_dispatch__: never replaying
         Conductor._advance: never func

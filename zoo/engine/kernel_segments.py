@@ -52,6 +52,7 @@ from zoo.engine.operands import External
 from zoo.engine.operator_effects import (
     DETACH,
     EFFECTS,
+    NUMBERS,
     READ_NUMBER,
     bytes_returned,
     is_counted,
@@ -235,7 +236,9 @@ class Conductor(Recorder):
         if self.recording is None and func is DETACH and not types:
             return func._op(*args, **(kwargs or {}))
         if self.recording is None and not types and self._is_expected(func):
-            effects, args = EFFECTS.get(id(func)), with_tensors(func, args)
+            effects = EFFECTS.get(id(func))
+            if args and type(args[0]) in NUMBERS:
+                args = with_tensors(func, args)
             if effects is not None and (effects.ignored or effects.simple):
                 # between segments, where nothing but a write matters
                 self.index += 1

@@ -95,6 +95,8 @@ LEAVES = {f"aten::{name}" for name in (
     "sigmoid", "sigmoid_backward", "silu", "silu_backward", "sub", "sub_", "tanh", "tanh_backward",
     "threshold_backward",
 )}  # fmt: skip
+# Python's, which stand for a tensor in the place of an operator's first one (`with_tensors`)
+NUMBERS = {int, float, complex, bool}
 # an operator's kernel, or a function that calls it
 Kernel = Callable[..., PyTree]
 # position and name of an argument
@@ -170,21 +172,17 @@ def effects_of(operator: Operator) -> Effects:
     return effects
 
 
-# Python's numbers
-_NUMBERS = {int, float, complex, bool}
-
-
 def with_tensors(operator: Operator, args: Args) -> Args:
     """Returns positional arguments with tensors where an operator takes no numbers in their place.
 
     A traced module of TorchScript calls operators with tensors that torch hands to a dispatch mode
     as the numbers that they hold.
     """
-    if not args or type(args[0]) not in _NUMBERS or not hasattr(operator, "_schema"):
+    if not hasattr(operator, "_schema"):
         return args
     kinds = operator._schema.arguments
     return tuple(
-        torch.tensor(value) if type(value) in _NUMBERS and str(kind.type) == "Tensor" else value
+        torch.tensor(value) if type(value) in NUMBERS and str(kind.type) == "Tensor" else value
         for value, kind in zip(args, kinds, strict=False)
     )
 

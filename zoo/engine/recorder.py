@@ -1,6 +1,5 @@
 """The dispatch mode that records the kernels of a segment, and the base of all such modes."""
 
-import contextlib
 import functools
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.operands import External, ScratchArgument, Value
 from zoo.engine.operator_effects import (
     EFFECTS,
+    NUMBERS,
     Effects,
     Kernel,
     bytes_returned,
@@ -77,7 +77,8 @@ class Recorder(KernelMode):
             self._note_wrappers(args, kwargs)
             return NotImplemented
         effects = EFFECTS.get(id(func)) or effects_of(func)
-        args = with_tensors(func, args)
+        if args and type(args[0]) in NUMBERS:
+            args = with_tensors(func, args)
         if kwargs is None:
             kwargs = {}
         recording = self.recording
@@ -90,8 +91,8 @@ class Recorder(KernelMode):
         if thread.replaying:
             return with_present_keys(func, args, kwargs)(*args, **kwargs)
         if recording is not None and not effects.simple:
-            with DRAWING if effects.seeded else contextlib.nullcontext():
-                return self._run(recording, func, effects, args, kwargs)
+            run = self._run_alone if effects.seeded else self._run
+            return run(recording, func, effects, args, kwargs)
         # not the operator, which is a Python function that calls this
         function = kernel_of(func, effects, args, kwargs)
         if recording is None:
@@ -163,6 +164,13 @@ class Recorder(KernelMode):
             recording.note_draws(kernel, draws, segment.first if segment else recording.count)
         recording.append(kernel, effects, out)
         return out
+
+    def _run_alone(
+        self, recording: Recording, func: Operator, effects: Effects, args: Args, kwargs: Kwargs
+    ) -> PyTree:
+        """Runs a kernel that may draw, while no other thread draws in a segment or a replay."""
+        with DRAWING:
+            return self._run(recording, func, effects, args, kwargs)
 
     def _before_reshape(self, recording: Recording, func: Operator, tensor: Tensor) -> None:
         """Notes that a tensor is about to get another geometry or storage: a new version."""

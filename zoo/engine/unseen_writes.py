@@ -65,18 +65,6 @@ def fingerprint(tensor: Tensor) -> bytes | Tensor | None:
     return read(tensor) if _thread.on and not tensor.is_nested else None
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Returns whether a tensor's numbers lie side by side, in any order, as in `channels_last`."""
-    if tensor.is_contiguous():
-        return True
-    numbers = 1
-    for step, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size > 1 and step != numbers:
-            return False
-        numbers *= size
-    return True
-
-
 # makes all marks different
 _marks = itertools.count(1)
 
@@ -150,43 +138,50 @@ def bytes_of(tensor: Tensor) -> bytes | None:
 
 def read(tensor: Tensor) -> bytes:
     """Returns bytes at positions spread over a strided tensor."""
-    if _is_dense(tensor):
+    if tensor.is_contiguous():
         return read_memory(tensor.data_ptr(), tensor.nbytes)
-    return _read_numbers(tensor, tensor.data_ptr())
+    return _read_as(tensor, tensor.data_ptr())
 
 
 def read_in(storage: UntypedStorage, like: Tensor) -> bytes | None:
     """Returns what `read` does of a tensor that lies so in a storage; None if it has grown."""
-    start = int(like.storage_offset()) * like.itemsize
-    if start + _extent(like) * like.itemsize > storage.nbytes():
+    start, steps = int(like.storage_offset()), zip(like.size(), like.stride(), strict=True)
+    end = start + 1 + sum((size - 1) * step for size, step in steps)
+    if like.numel() and end * like.itemsize > storage.nbytes():
         return None
-    if _is_dense(like):
-        return read_memory(storage.data_ptr() + start, like.nbytes)
-    return _read_numbers(like, storage.data_ptr() + start)
+    return _read_as(like, storage.data_ptr() + start * like.itemsize)
 
 
-def _extent(tensor: Tensor) -> int:
-    """Returns how many numbers lie between the first one of a tensor and the end of its last."""
-    steps = zip(tensor.size(), tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * step for size, step in steps) if tensor.numel() else 0
+def _read_as(tensor: Tensor, start: int) -> bytes:
+    """Returns bytes at positions spread over memory in which a tensor lies that begins there."""
+    places = _places(tensor.size(), tensor.stride())
+    if places is None:
+        return read_memory(start, tensor.nbytes)
+    size = tensor.itemsize
+    return b"".join([_bytes_at(start + place * size, size) for place in places]) if start else b""
 
 
-def _read_numbers(tensor: Tensor, start: int) -> bytes:
-    """Returns numbers at positions spread over a tensor that leaves gaps, and begins at `start`."""
-    count, itemsize = tensor.numel(), tensor.itemsize
-    if not (start and count):
-        return b""
-    axes = [*zip(tensor.size(), tensor.stride(), strict=True)]
-    axes.reverse()
-    read_numbers = []
-    for part in range(NUMBERS):
-        # the last one, too
-        index, at = part * (count - 1) // (NUMBERS - 1), start
-        for size, step in axes:
+@functools.lru_cache(1 << 10)
+def _places(sizes: Sequence[int], strides: Sequence[int]) -> Sequence[int] | None:
+    """Returns where numbers spread over a tensor lie, the first and last too, if it leaves gaps.
+
+    None if its numbers lie side by side, in any order, as in `channels_last`.
+    """
+    count = 1
+    for step, size in sorted(zip(strides, sizes, strict=True)):
+        if size > 1 and step != count:
+            break
+        count *= size
+    else:
+        return None
+    count, places = math.prod(sizes), []
+    for part in range(NUMBERS if count else 0):
+        index, place = part * (count - 1) // (NUMBERS - 1), 0
+        for size, step in zip(reversed(sizes), reversed(strides), strict=True):
             index, along = divmod(index, size)
-            at += along * step * itemsize
-        read_numbers.append(_bytes_at(at, itemsize))
-    return b"".join(read_numbers)
+            place += along * step
+        places.append(place)
+    return places
 
 
 # `ctypes.string_at` is a Python function, which takes longer
@@ -225,10 +220,10 @@ def digest(tensor: Tensor) -> int | None:
     if not tensor.is_cpu or type(tensor) is FakeTensor:
         return None
     if not tensor.is_contiguous():
-        with DisableTorchDispatch(), torch.no_grad():
-            # what is repeated is read once
-            repeated = [axis for axis, step in enumerate(tensor.stride()) if not step]
-            tensor = functools.reduce(lambda part, axis: part.narrow(axis, 0, 1), repeated, tensor)
+        with DisableTorchDispatch():
+            for axis, step in enumerate(tensor.stride()):
+                # what is repeated is read once
+                tensor = tensor if step else tensor.narrow(axis, 0, 1)
             tensor = tensor.contiguous()
     return hash(_view_at(tensor.data_ptr(), tensor.nbytes, FOR_READING)) if tensor.nbytes else 0
 
