@@ -21,6 +21,8 @@ READS: dict[str, Part] = {
     "each third row": lambda cache: cache[:3000:3],
     "a row for all": lambda cache: cache[5].expand(64, WIDTH),
     "a slice turned": lambda cache: cache[:100].t(),
+    "windows": lambda cache: cache[:200, :8].unfold(0, 4, 1),
+    "windows of all rows": lambda cache: cache[:3000].unfold(0, 4, 1),
 }
 # writes that leave all of these as they are
 WRITES: dict[str, Callable[[Tensor], object]] = {
@@ -28,6 +30,8 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
     "an index": lambda cache: cache.index_copy_(
         0, torch.tensor([1, 4000]), cache[[1, 4000]] + PAST
     ),
+    "data": lambda cache: cache.data[3000:, 8:].fill_(1),
+    "NumPy": lambda cache: cache.detach().numpy()[3000:, 8:].fill(1),
     "the same numbers": lambda cache: cache.copy_(cache.clone()),
 }
 PAST = torch.tensor([[0.0], [1.0]]) * (torch.arange(WIDTH) > 7)

@@ -236,3 +236,75 @@ def test_a_segment_is_replayed_in_a_mode_that_only_looks() -> None:
     expected.backward()
     assert counter.get_total_flops() > 0
     assert_same(layer.weight.grad, other.weight.grad)
+
+
+def test_a_backward_that_fails_on_fakes_ends_no_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> None:
+        raise ValueError("not on fakes")
+
+    monkeypatch.setattr("zoo.profiling.event_recorder.EventRecorder._on_node", fails)
+    expected = trained("checkpoint", "an argument", None)
+    assert_same(trained("checkpoint", "an argument", {"checkpoint": True}), expected)
+    assert "runs block by block" in caplog.text
+    assert "ValueError: not on fakes" in caplog.text
+
+
+@pytest.mark.parametrize("option", [True, "blocks"])
+def test_a_sparse_matrix_made_of_a_parameter(option: Any) -> None:
+    def train(is_planned: bool) -> list[Any]:
+        torch.manual_seed(0)
+        model, left = Graph(), list[Any]()
+        if is_planned:
+            zoo.checkpoint(model, option)
+        for _ in range(2):
+            model(torch.rand(5, WIDTH)).square().mean().backward()
+            left += [p.grad for p in model.parameters()]
+            model.zero_grad()
+        return left
+
+    assert_same(train(True), train(False))
+
+
+class Graph(nn.Module):
+    """A graph convolution with learned weights of edges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.edges = nn.Parameter(torch.rand(4))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.tensor([[0, 1, 2, 4], [1, 2, 3, 0]])
+        for layer in self.layers:
+            matrix = torch.sparse_coo_tensor(places, self.edges, (5, 5), check_invariants=False)
+            x = torch.tanh(layer(torch.sparse.mm(matrix, x)))
+        return x
+
+
+@pytest.mark.parametrize("option", [True, "blocks"])
+def test_two_planned_modules_in_one_compiled_one(option: Any) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Inside(body), Inside(body)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x))
+
+    def train(is_planned: bool) -> list[Any]:
+        torch.manual_seed(0)
+        torch.compiler.reset()
+        model, left = Both(), list[Any]()
+        if is_planned:
+            zoo.checkpoint(model.first, option)
+            zoo.checkpoint(model.second, option)
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(2):
+            compiled(torch.rand(4, WIDTH)).square().mean().backward()
+            left += [p.grad for p in model.parameters()]
+            model.zero_grad()
+        return left
+
+    assert_same(train(True), train(False))

@@ -133,7 +133,7 @@ def bytes_of(tensor: Tensor) -> bytes | None:
         return None
     if tensor.is_quantized or tensor.is_nested:
         return None
-    return read(tensor) if tensor.is_contiguous() else read_storage(tensor.untyped_storage())
+    return read(tensor)
 
 
 def read(tensor: Tensor) -> bytes:
@@ -145,11 +145,10 @@ def read(tensor: Tensor) -> bytes:
 
 def read_in(storage: UntypedStorage, like: Tensor) -> bytes | None:
     """Returns what `read` does of a tensor that lies so in a storage; None if it has grown."""
-    start, steps = int(like.storage_offset()), zip(like.size(), like.stride(), strict=True)
-    end = start + 1 + sum((size - 1) * step for size, step in steps)
-    if like.numel() and end * like.itemsize > storage.nbytes():
+    start = int(like.storage_offset()) * like.itemsize
+    if start + _extent(like) * like.itemsize > storage.nbytes():
         return None
-    return _read_as(like, storage.data_ptr() + start * like.itemsize)
+    return _read_as(like, storage.data_ptr() + start)
 
 
 def _read_as(tensor: Tensor, start: int) -> bytes:
@@ -209,10 +208,14 @@ def read_memory(start: int, size: int) -> bytes:
 
 
 def is_slice(tensor: Tensor) -> bool:
-    """Returns whether a plain tensor is a part of its memory."""
-    sizes = zip(tensor.size(), tensor.stride(), strict=True)
-    numbers = math.prod(size for size, step in sizes if step)
-    return numbers * tensor.itemsize < tensor.untyped_storage().nbytes()
+    """Returns whether a plain tensor is a part of its memory, in which its numbers may overlap."""
+    return _extent(tensor) * tensor.itemsize < tensor.untyped_storage().nbytes()
+
+
+def _extent(tensor: Tensor) -> int:
+    """Returns how many numbers lie from the first one of a tensor to its last."""
+    steps = zip(tensor.size(), tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * step for size, step in steps) if tensor.numel() else 0
 
 
 def digest(tensor: Tensor) -> int | None:

@@ -125,7 +125,11 @@ class _PendingNode:
         if gradient is None or expected.is_nested_tensor:
             return gradient
         if gradient.shape != tuple(expected.shape):
-            gradient = gradient.sum_to_size(tuple(expected.shape))
+            try:
+                gradient = gradient.sum_to_size(tuple(expected.shape))
+            except RuntimeError:
+                # of a sparse tensor, whose metadata has no size
+                gradient = _zeros(expected)
         # on fake tensors `to` is a kernel even if it changes nothing
         return gradient if gradient.dtype == expected.dtype else gradient.to(expected.dtype)
 

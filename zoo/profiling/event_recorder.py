@@ -272,15 +272,18 @@ class EventRecorder(KernelMode):
         walk = gradients_of(
             roots, self._on_node, self._on_end, graph=self._graph, keeps_graph=is_real
         )
-        with self:
-            for leaf, gradient in walk:
-                # held, as the `grad` of the parameter would hold it
-                gradients.append(gradient)
-                if isinstance(leaf, nn.Parameter):
-                    for number in self.numbers_of([gradient]):
-                        self._note(Gradient(number, form_of(leaf)))
-        self._release(self._saved_by.pop(self._node, ()))
-        self._of_node, self._fake_mode = [], None
+        try:
+            with self:
+                for leaf, gradient in walk:
+                    # held, as the `grad` of the parameter would hold it
+                    gradients.append(gradient)
+                    if isinstance(leaf, nn.Parameter):
+                        for number in self.numbers_of([gradient]):
+                            self._note(Gradient(number, form_of(leaf)))
+            self._release(self._saved_by.pop(self._node, ()))
+        finally:
+            # the program's own backward opens what was saved
+            self._of_node, self._fake_mode = [], None
         del gradients, leaf, gradient, walk
         # not what only reference cycles hold: when it is freed depends on the collector
         if self._held_of_forward():

@@ -159,13 +159,19 @@ class RealStep:
         """Returns the trace of the step, whose forward returned these outputs.
 
         Raises:
-            TraceError: sizes of inputs or outputs are no numbers.
+            TraceError: sizes of inputs or outputs are no numbers, or the backward fails on fakes.
         """
         check_sizes([*self.inputs, *tensors_held_by(outputs)])
         self.tracer.note_end_of_model()
         roots = self.event_recorder.note_ends(tensors_held_by(outputs), None)
-        with on_fakes():
-            self.event_recorder.run_backward(roots)
+        try:
+            with on_fakes():
+                self.event_recorder.run_backward(roots)
+        except Exception as error:
+            # the real backward may have none
+            raise TraceError(
+                f"its backward on fake tensors raises {in_a_line(error, 400)}; a real one may not"
+            ) from error
         recorder = self.event_recorder
         return StepTrace(self.tracer.graph, recorder.events, recorder.specs, has_loss=False)
 

@@ -40,6 +40,7 @@ from zoo._torch import (
     PyTree,
     active_fake_mode,
     compile_time,
+    compiler_callback,
     is_exporting,
     is_profiling,
     sequence_number,
@@ -259,7 +260,10 @@ class PatchedForward(Patch):
         if is_exporting():
             return self.__wrapped__(*args, **kwargs)
         forward = self.of_copy(sys._getframe(1))
-        return self._run(Invocation(args, kwargs), forward or self.__wrapped__, forward is not None)
+        # the compiler gave up the frame that calls this, and is to leave the planner alone
+        is_plain = compiler_callback() is None
+        run = self._run if is_plain else torch.compiler.disable(self._run)
+        return run(Invocation(args, kwargs), forward or self.__wrapped__, forward is not None)
 
     def _run_uncompiled(self, args: Args, kwargs: Kwargs) -> PyTree:
         self.notices.warn(
