@@ -29,7 +29,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from zoo._torch import HOOKS_AFTER_ALL_STEPS, HOOKS_OF_ALL_STEPS, dispatch_modes
-from zoo.cuda_graphs.watched_values import ANY, MISSING, WatchedValues, is_plain
+from zoo.cuda_graphs.watched_values import (
+    ANY,
+    MISSING,
+    ComparedAtOnce,
+    WatchedValues,
+    is_plain,
+)
 from zoo.engine.kernel_settings import TABLE, read_settings
 from zoo.layers.module_hooks import GLOBAL_HOOKS
 from zoo.tracing.planned_forward import PatchedForward
@@ -42,6 +48,7 @@ WHOLE = (nn.Module, Optimizer, LRScheduler, Distribution, SimpleNamespace)
 UNNAMED = ("_parameters", "_buffers", "_modules")
 # attributes of torch's wrapper, whose others are notes of its own on each step
 OF_PARALLEL = ("training", "_modules", "_forward_hooks", "require_backward_grad_sync")
+GRADIENT = operator.attrgetter("grad")
 HOOKS_OF_PARAMETER = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 HOOKS_OF_ALL = (*GLOBAL_HOOKS, HOOKS_OF_ALL_STEPS, HOOKS_AFTER_ALL_STEPS)
 # flag of classes that are made while a program runs
@@ -116,6 +123,8 @@ class Guards:
                 while self.waiting:
                     self._visit(self.waiting.popleft())
         self.seen.clear()
+        self.hollow = [found.value for found in self.empty]
+        self.compared: ComparedAtOnce | None = None
         self.tensors = [location for values in self.values for location in values.locations()]
         known: Counter[str] = Counter()
         for location in self.tensors:
@@ -129,9 +138,11 @@ class Guards:
         if now != self.ambient:
             pairs = ((name, was, now[name]) for name, was in self.ambient.items())
             return next(f"{name} ({was}, now {new})" for name, was, new in pairs if was != new)
-        filled = (f"{name} (empty, now not)" for name, values, _ in self.empty if values)
-        changes = itertools.chain(filled, (values.change() for values in self.values))
-        return next((change for change in changes if change is not None), None)
+        if any(self.hollow):
+            return next(f"{name} (empty, now not)" for name, values, _ in self.empty if values)
+        if self.compared is None:
+            self.compared = ComparedAtOnce(self.values)
+        return self.compared.change()
 
     def changed_by_step(self) -> str | None:
         """Says which value the step has changed, which replays would leave as it is."""
@@ -146,6 +157,7 @@ class Guards:
         for location in (each for each in self.tensors if each.name in names):
             location.values.before[location.index] = ANY
         self.tensors = [location for location in self.tensors if location.name not in names]
+        self.compared = None
 
     def _visit(self, found: Found) -> None:
         kind, is_new = type(found.value), id(found.value) not in self.seen
@@ -154,18 +166,18 @@ class Guards:
             next(visit for base, visit in self.visitors.items() if issubclass(kind, base))(found)
 
     def _watch(
-        self, found: Found, read: Callable[[], Any], keys: Iterable[Any] = (), write: Any = None
+        self, found: Found, sources: Any, keys: Iterable[Any] = (), write: Any = None
     ) -> None:
-        watched = WatchedValues(found.name, read, (*keys,), write)
+        watched = WatchedValues(found.name, sources, (*keys,), write)
         self.values.append(watched)
-        for index, value in enumerate(read()):
+        for index, value in enumerate(watched.read()):
             self.waiting.append(Found(watched.name_of(index), value, found.depth + 1))
 
     def _watch_keys(self, found: Found, mapping: Any, keys: Iterable[str]) -> None:
         """Watches some variables or attributes, also those that are not there yet."""
         if keys := (*dict.fromkeys(keys),):
-            read = lambda: tuple(mapping.get(key, MISSING) for key in keys)  # noqa: E731
-            self._watch(found, read, keys, getattr(mapping, "__setitem__", None))
+            read = functools.partial(map, mapping.get, keys, itertools.repeat(MISSING))
+            self._watch(found, (read,), keys, getattr(mapping, "__setitem__", None))
 
     def _add_scaler(self, found: Found) -> None:
         self.scalers += [found.name] * found.value.is_enabled()
@@ -177,12 +189,15 @@ class Guards:
         write = hasattr(base, "__setitem__") and functools.partial(base.__setitem__, values)
         if not length and type(values) in (*CONTAINERS, OrderedDict):
             self.empty.append(found)
+        elif type(values) is tuple and all(map(is_plain, values)):
+            return
         elif length > MOST_VALUES:
-            self._watch(found, lambda: (base.__len__(values),))
+            self._watch(found, (lambda: (base.__len__(values),),))
         elif base is dict:
-            self._watch(found, lambda: (*dict.values(values), *dict(values)), dict(values), write)
+            parts = dict.values.__get__(values), dict.__iter__.__get__(values)
+            self._watch(found, parts, dict(values), write)
         else:
-            self._watch(found, lambda: (*base.__iter__(values),), range(length), write)
+            self._watch(found, (base.__iter__.__get__(values),), range(length), write)
         if type(values) is not base:
             self._add_object(found)
 
@@ -193,18 +208,20 @@ class Guards:
 
     def _add_iterator(self, found: Found) -> None:
         read = lambda: (operator.length_hint(found.value) or repr(found.value),)  # noqa: E731
-        self.values.append(WatchedValues(found.name, read, ("next",)))
+        self.values.append(WatchedValues(found.name, (read,), ("next",)))
 
     def _add_plan(self, found: Found) -> None:
         name = f"the plan of {found.name.removesuffix('.forward')}"
-        self.values.append(WatchedValues(name, lambda: (found.value.latest,)))
+        self.values.append(WatchedValues(name, (lambda: (found.value.latest,),)))
 
     def _add_parameter(self, found: Found) -> None:
         name, tensor, _ = found
         if tensor.is_leaf and tensor.requires_grad:
             gradient, write = f"the gradient of {name}", functools.partial(setattr, tensor)
-            self.values.append(WatchedValues(gradient, lambda: (tensor.grad,), ("grad",), write))
-            self._watch(Found(f"the hooks of {name}", None), lambda: HOOKS_OF_PARAMETER(tensor))
+            read = functools.partial(map, GRADIENT, (tensor,))
+            self.values.append(WatchedValues(gradient, (read,), ("grad",), write))
+            hooks = functools.partial(HOOKS_OF_PARAMETER, tensor)
+            self._watch(Found(f"the hooks of {name}", None), (hooks,))
 
     def _add_object(self, found: Found) -> None:
         name, value, depth = found
@@ -216,8 +233,8 @@ class Guards:
             # before they are met under a longer name; no module is too deep
             self.waiting += (Found(name, own.get(part)) for part in UNNAMED)
         if issubclass(kind, WHOLE) and not issubclass(kind, DistributedDataParallel):
-            read = lambda: (*own.values(), *own, type(value))  # noqa: E731
-            self._watch(Found(name, None), read, own, own.__setitem__)
+            parts = own.values, own.__iter__, functools.partial(map, type, (value,))
+            self._watch(Found(name, None), parts, own, own.__setitem__)
         else:
             # also those of the class, in front of which one of the object may come
             keys = (*own, *(key for owner in kind.__mro__ for key in DICT_OF_CLASS(owner)))
@@ -244,8 +261,9 @@ class Guards:
         # its values are the outermost ones
         within = Found("", function, -1)
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        read = lambda: tuple(map(_contents, cells.values()))  # noqa: E731
-        self._watch(within, read, cells, lambda key, new: setattr(cells[key], "cell_contents", new))
+        read = functools.partial(map, _contents, cells.values())
+        write = lambda key, new: setattr(cells[key], "cell_contents", new)  # noqa: E731
+        self._watch(within, (read,), cells, write)
         # also those that are not there, as of built-in functions
         self._watch_keys(within, function.__globals__, variables)
         self.waiting += (Found(name, function.__defaults__), Found(name, function.__kwdefaults__))
