@@ -9,16 +9,26 @@ From the step on, functions of the program are followed, and their values a few 
 What lies deeper, is of libraries, or is read in other ways, is left to the audits (`audit`).
 """
 
+import argparse
 import contextlib
 import dis
 import functools
+import gc
 import itertools
 import operator
 import random
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+    WrapperDescriptorType,
+)
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +38,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zoo._torch import HOOKS_AFTER_ALL_STEPS, HOOKS_OF_ALL_STEPS, dispatch_modes
+from zoo._torch import (
+    HOOKS_AFTER_ALL_STEPS,
+    HOOKS_OF_ALL_STEPS,
+    dispatch_modes,
+    function_modes,
+    top_saved_tensors_hooks,
+)
 from zoo.cuda_graphs.watched_values import (
     ANY,
     MISSING,
@@ -43,7 +59,8 @@ from zoo.tracing.planned_forward import PatchedForward
 # containers in containers, and objects in objects, that are looked into; numbers of one, at most
 DEEPEST, MOST_VALUES = 6, 4096
 # objects whose attributes are all compared
-WHOLE = (nn.Module, Optimizer, LRScheduler, Distribution, SimpleNamespace)
+NAMESPACES = (SimpleNamespace, argparse.Namespace)
+WHOLE = (nn.Module, Optimizer, LRScheduler, Distribution, *NAMESPACES)
 # parts of a module that the names of what is in them leave out
 UNNAMED = ("_parameters", "_buffers", "_modules")
 # attributes of torch's wrapper, whose others are notes of its own on each step
@@ -56,9 +73,7 @@ HEAP_TYPE = 1 << 9
 LIBRARIES = (*sys.stdlib_module_names, "torch", "zoo", "numpy")
 # as no code of the program hands it out
 DICT_OF_CLASS: Callable[[type], Mapping[str, Any]] = type.__dict__["__dict__"].__get__
-CONTAINERS: tuple[Any, ...] = (dict, list, tuple, deque, set, frozenset)
-# those that tell where they are
-ITERATORS: tuple[type, ...] = (itertools.count, type(iter([])), type(iter(range(0))))
+CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, tuple, deque, set, frozenset)
 # what wraps functions, and where it has them
 WRAPPERS: dict[type, tuple[str, ...]] = {
     MethodType: ("__self__", "__func__"),
@@ -99,7 +114,6 @@ class Guards:
             torch.amp.GradScaler: self._add_scaler,
             CONTAINERS: self._add_container,
             tuple(WRAPPERS): self._add_wrapper,
-            ITERATORS: self._add_iterator,
             PatchedForward: self._add_plan,
             FunctionType: self._add_function,
             type: self._add_class,
@@ -187,14 +201,14 @@ class Guards:
         base = next(base for base in CONTAINERS if issubclass(type(values), base))
         length = base.__len__(values)
         write = hasattr(base, "__setitem__") and functools.partial(base.__setitem__, values)
-        if not length and type(values) in (*CONTAINERS, OrderedDict):
+        if not length and type(values) in CONTAINERS:
             self.empty.append(found)
         elif type(values) is tuple and all(map(is_plain, values)):
             return
         elif length > MOST_VALUES:
             self._watch(found, (lambda: (base.__len__(values),),))
-        elif base is dict:
-            parts = dict.values.__get__(values), dict.__iter__.__get__(values)
+        elif issubclass(base, dict):
+            parts = base.values.__get__(values), base.__iter__.__get__(values)
             self._watch(found, parts, dict(values), write)
         else:
             self._watch(found, (base.__iter__.__get__(values),), range(length), write)
@@ -205,10 +219,6 @@ class Guards:
         kind = next(kind for kind in WRAPPERS if issubclass(type(found.value), kind))
         # it is no level of its own
         self.waiting += (found._replace(value=getattr(found.value, key)) for key in WRAPPERS[kind])
-
-    def _add_iterator(self, found: Found) -> None:
-        read = lambda: (operator.length_hint(found.value) or repr(found.value),)  # noqa: E731
-        self.values.append(WatchedValues(found.name, (read,), ("next",)))
 
     def _add_plan(self, found: Found) -> None:
         name = f"the plan of {found.name.removesuffix('.forward')}"
@@ -226,6 +236,9 @@ class Guards:
     def _add_object(self, found: Found) -> None:
         name, value, depth = found
         kind, own = type(value), attributes_of(value)
+        if _is_iterator(kind):
+            position = functools.partial(_position, value)
+            self.values.append(WatchedValues(name, (position,), ("next",)))
         module = own.get("__name__") if issubclass(kind, ModuleType) else _module_of(kind)
         if not (issubclass(kind, WHOLE) or _is_own(str(module))):
             return
@@ -287,6 +300,26 @@ def attributes_of(value: Any) -> Any:
     return {}
 
 
+def _is_iterator(kind: type) -> bool:
+    """Returns whether a class is one of Python's own iterators, or of generators."""
+    return type(DICT_OF_CLASS(kind).get("__next__")) is WrapperDescriptorType
+
+
+def _position(iterator: Any, depth: int = 0) -> Iterator[Any]:
+    """Yields where an iterator is: what is left, and what it holds, such as locals or others."""
+    # one that goes round does not tell, and is never where it was
+    is_told = type(iterator) is not itertools.cycle
+    yield (operator.length_hint(iterator) or repr(iterator)) if is_told else object()
+    for value in gc.get_referents(iterator):
+        yield value
+        if depth < DEEPEST and _is_iterator(type(value)):
+            yield from _position(value, depth + 1)
+        elif type(value) is tuple:
+            # such as those of `zip`
+            others = (each for each in value if _is_iterator(type(each)))
+            yield from (where for each in others for where in _position(each, DEEPEST))
+
+
 def _contents(cell: CellType) -> Any:
     with contextlib.suppress(ValueError):
         return cell.cell_contents
@@ -318,6 +351,9 @@ def _ambient(device: torch.device) -> dict[str, Any]:
         "gradients enabled": torch.is_grad_enabled(),
         "the default device": torch.get_default_device(),
         "the dispatch modes": [*map(id, dispatch_modes())],
+        # of others may be a new one around each call
+        "the function modes": [*map(type, function_modes())],
+        "hooks for saved tensors": top_saved_tensors_hooks(False) is not None,
         "the hooks of all modules and optimizers": [(*hooks,) for hooks in HOOKS_OF_ALL],
         **{setting.name: value for setting, value in settings},
     }
