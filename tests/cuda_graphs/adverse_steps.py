@@ -993,6 +993,22 @@ def counting(make: Callable[[Training], Any]) -> Program:
     return Program(lambda: {"calls": 0}, lambda *_: None, nothing, make)
 
 
+def carrying(training: Training) -> Any:
+    """Returns a step that carries a state from call to call, in memory of its own each time."""
+    model, optimizer, kept = training.model, training.optimizer, training.kept
+
+    def step(x: Tensor) -> Tensor:
+        output = model(x) + 0.5 * kept["state"]
+        kept["state"] = output.detach()
+        loss = output.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss  # type: ignore[no-any-return]
+
+    return step
+
+
 def last(training: Training) -> Any:
     """Returns a step that leaves its output in an attribute."""
     kept = training.kept
@@ -1063,6 +1079,12 @@ STEPS = {
         )
         for count in (2, 3, 10)
     },
+    "carried state": Program(
+        lambda: {"state": torch.zeros(6, 4)},
+        lambda *_: None,
+        lambda kept, _: kept.update(state=torch.zeros(6, 4)),
+        carrying,
+    ),
     "random number": Program(lambda: None, lambda *_: float(numpy.random.rand()), nothing),
 }
 

@@ -96,6 +96,18 @@ def test_another_tensor_in_the_same_memory_is_no_change() -> None:
     assert "0.1.running_mean" in str(guards.change())
 
 
+def test_another_tensor_at_the_address_of_one_that_was_freed_is_a_change() -> None:
+    model, *_ = trained(1)
+    memory = bytearray(16)
+    model[0][1].running_mean = torch.frombuffer(memory, dtype=torch.float32)
+    guards = Guards({"model": model}, torch.device("cpu"))
+    model[0][1].running_mean = model[0][1].running_mean.detach()
+    assert guards.change() is None
+    # as an allocator that hands out memory again
+    model[0][1].running_mean = torch.frombuffer(memory, dtype=torch.float32)
+    assert guards.change() == "model.0.1.running_mean"
+
+
 def test_a_forgotten_gradient_is_not_compared_and_others_are() -> None:
     model, _, guards = trained(2)
     names = {location.name for location in guards.tensors if location.values.is_gradient}

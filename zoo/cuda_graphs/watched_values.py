@@ -70,6 +70,8 @@ class Whereabouts(NamedTuple):
     geometry: tuple[Any, ...] = ()
     requires_grad: bool = False
     identity: int | None = None
+    # another may come to lie at the address when this is freed
+    storage: Any = None
 
 
 def whereabouts(tensor: Any) -> Whereabouts | None:
@@ -80,11 +82,12 @@ def whereabouts(tensor: Any) -> Whereabouts | None:
     identity = id(tensor) if issubclass(type(tensor), nn.Parameter) else None
     try:
         geometry = tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype
-        address = tensor.untyped_storage().data_ptr()
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
     except (NotImplementedError, RuntimeError):
         # such as the mark of a gradient that was used in the backward
         return Whereabouts(0, (), tensor.requires_grad, identity)
-    return Whereabouts(address, geometry, tensor.requires_grad, identity)
+    return Whereabouts(address, geometry, tensor.requires_grad, identity, ref(storage))
 
 
 class WatchedValues:
