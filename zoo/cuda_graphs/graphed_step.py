@@ -158,6 +158,10 @@ class GraphedStep:
             return self._replay(captured, batch), None
         return own_outputs(self._run_eagerly(graphs, kind, in_own_memory(batch))), None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has graphs of its own, which it captures anew."""
+        return vars(self) | {"_kinds": {}, "_graphs": [], "_pool": None}
+
     def reason(self) -> str:
         """Returns why calls ran eagerly that were not the first ones; '' if none did."""
         if len(self._kinds) > 1:

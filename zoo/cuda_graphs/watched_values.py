@@ -168,28 +168,19 @@ class ComparedAtOnce:
         self.sources = [source for each in watched for source in each.sources]
         self.owners = [each for each in watched for _ in each.before]
         self.objects = [value for each in watched for value in each.before]
-        # those that Python must look at, and values that are not compared here
-        self.slow: list[WatchedValues] = []
-        self.skipped: list[int] = []
+        # those that are not compared here
+        self.skipped = [at for at, value in enumerate(self.objects) if value is ANY]
         # tensors, each once, where they are among the objects, and where they lie
-        numbers: dict[int, int] = {}
         self.positions: list[tuple[int, int]] = []
-        self.tensors: list[Callable[[], Any]] = []
-        places: list[tuple[Any, ...]] = []
-        found = (enumerate(each.before) for each in watched)
-        for at, (index, value) in enumerate(itertools.chain.from_iterable(found)):
-            if value is not ANY and type(value) is not Whereabouts:
-                continue
-            if value is ANY or index not in self.owners[at].places:
-                self.skipped.append(at)
-                self.slow += [self.owners[at]] * (value is not ANY)
-                continue
-            tensor, *place = self.owners[at].places[index]
-            if id(tensor) not in numbers:
-                numbers[id(tensor)] = len(numbers)
-                self.tensors.append(tensor)
-                places.append((*place,))
-            self.positions.append((at, numbers[id(tensor)]))
+        found: dict[int, tuple[int, Any, list[Any]]] = {}
+        indices = itertools.chain.from_iterable(range(len(each.before)) for each in watched)
+        for at, (index, owner) in enumerate(zip(indices, self.owners, strict=True)):
+            if type(self.objects[at]) is Whereabouts and index in owner.places:
+                tensor, *place = owner.places[index]
+                number, *_ = found.setdefault(id(tensor), (len(found), tensor, place))
+                self.positions.append((at, number))
+        self.tensors = [tensor for _, tensor, _ in found.values()]
+        places = [place for *_, place in found.values()]
         self.places = [[*each] for each in zip(*places, strict=True)] or [[] for _ in PLACES]
 
     def change(self) -> str | None:
@@ -204,7 +195,8 @@ class ComparedAtOnce:
                 for index in self.skipped:
                     expected[index] = now[index]
                 others = itertools.compress(self.owners, map(operator.is_not, now, expected))
-                suspects = [*dict.fromkeys(others), *self.slow]
+                # as owners of tensors of other classes always are, which are no places
+                suspects = [*dict.fromkeys(others)]
         changes = (watched.change() for watched in suspects)
         return next((change for change in changes if change is not None), None)
 
