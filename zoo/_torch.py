@@ -130,6 +130,7 @@ JIT_TRACER: DispatchKey = _private("_C._parse_dispatch_key")("Tracer")
 function_state: Callable[[], object] = _private("_C._get_torch_function_state")
 set_function_state: Callable[[object], None] = _private("_C._set_torch_function_state")
 RestoreKeys: type[AbstractContextManager[None]] = _private("_C._RestorePythonTLSSnapshot")
+function_modes: Callable[[], list[Any]] = _private("overrides._get_current_function_mode_stack")
 are_saved_tensors_hooks_enabled: Callable[[], bool] = _private(
     "_C._autograd._saved_tensors_hooks_is_enabled"
 )

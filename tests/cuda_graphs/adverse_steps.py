@@ -4,6 +4,7 @@ A program is made anew for each training. `read` is called in the step, and scal
 done beside it; `change` is called between two calls, or never, where the step itself changes it.
 """
 
+import argparse
 import collections
 import contextvars
 import dataclasses
@@ -12,6 +13,7 @@ import functools
 import itertools
 import operator
 import os
+import random
 import tempfile
 import threading
 import types
@@ -574,6 +576,9 @@ SETTINGS = {
         lambda one: one.loss.weight,
         lambda one: setattr(one.loss, "weight", 0.5),
     ),
+    "namespace of arguments": number(
+        lambda: argparse.Namespace(alpha=1.0), lambda one: one.alpha, half("alpha")
+    ),
     "environment": number(
         lambda: None,
         lambda one: float(os.environ["ADVERSE_WEIGHT"]),
@@ -780,6 +785,14 @@ HOOKS = {
         )
     ),
     "all modules": of_training(hooked),
+    "in another order": Program(
+        lambda: None,
+        lambda *_: None,
+        lambda _, training: training.model[1]._forward_hooks.move_to_end(
+            next(iter(training.model[1]._forward_hooks))
+        ),
+        lambda training: twice_hooked(training),  # noqa: PLW0108 - it comes later
+    ),
     "optimizer": of_training(
         lambda training: training.optimizer.register_step_pre_hook(
             lambda *_: setattr(training.model[0].bias, "grad", None)
@@ -804,6 +817,13 @@ def reading_hook(training: Training) -> Any:
     kept, step = training.kept, plain_step(training)
     training.model[0].weight.register_hook(lambda gradient: gradient * kept["weight"])
     return step
+
+
+def twice_hooked(training: Training) -> Any:
+    """Returns a step of a model with two hooks."""
+    training.model[1].register_forward_hook(lambda module, _, output: output * 0.5)
+    training.model[1].register_forward_hook(lambda module, _, output: output + 1.0)
+    return plain_step(training)
 
 
 def plain_step(training: Training, **options: Any) -> Any:
@@ -910,6 +930,7 @@ TORCH = {
         lambda *_: None,
         lambda _, training: setattr(nn.Tanh, "forward", lambda self, x: torch.relu(x)),
     ),
+    "anomalies": of_training(lambda training: torch.autograd.set_detect_anomaly(True)),
     "products": of_training(lambda training: torch.set_float32_matmul_precision("medium")),
 }
 
@@ -972,6 +993,22 @@ def counting(make: Callable[[Training], Any]) -> Program:
     return Program(lambda: {"calls": 0}, lambda *_: None, nothing, make)
 
 
+def carrying(training: Training) -> Any:
+    """Returns a step that carries a state from call to call, in memory of its own each time."""
+    model, optimizer, kept = training.model, training.optimizer, training.kept
+
+    def step(x: Tensor) -> Tensor:
+        output = model(x) + 0.5 * kept["state"]
+        kept["state"] = output.detach()
+        loss = output.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss  # type: ignore[no-any-return]
+
+    return step
+
+
 def last(training: Training) -> Any:
     """Returns a step that leaves its output in an attribute."""
     kept = training.kept
@@ -993,6 +1030,28 @@ STEPS = {
         lambda one: None,
     ),
     "generator": number(lambda: (0.5**n for n in range(100)), next, lambda one: None),
+    "generator with a late change": number(
+        lambda: (1.0 if n < 6 else 0.5 for n in range(100)), next, lambda one: None
+    ),
+    "values of a dict": number(
+        lambda: iter({n: 1.0 if n < 6 else 0.5 for n in range(100)}.values()),
+        next,
+        lambda one: None,
+    ),
+    "pairs of iterators": number(
+        lambda: zip(itertools.count(), [1.0] * 6 + [0.5] * 90, strict=False),
+        lambda one: next(one)[1],
+        lambda one: None,
+    ),
+    "in a late turn": number(lambda: itertools.cycle([1.0] * 6 + [0.5]), next, lambda one: None),
+    "random number of a class that is not pickled": Program(
+        lambda: type("Own", (random.Random,), {})(0), lambda one, _: one.random(), nothing
+    ),
+    "generator of the system": number(
+        lambda: (random.SystemRandom(), [1.0]),
+        lambda one: one[1][0] * (one[0].random() >= 0.0),
+        lambda one: operator.setitem(one[1], 0, 0.5),
+    ),
     "popped": number(
         lambda: [1.0 / n for n in range(1, 100)], lambda one: one.pop(), lambda one: None
     ),
@@ -1020,6 +1079,12 @@ STEPS = {
         )
         for count in (2, 3, 10)
     },
+    "carried state": Program(
+        lambda: {"state": torch.zeros(6, 4)},
+        lambda *_: None,
+        lambda kept, _: kept.update(state=torch.zeros(6, 4)),
+        carrying,
+    ),
     "random number": Program(lambda: None, lambda *_: float(numpy.random.rand()), nothing),
 }
 
@@ -1095,6 +1160,22 @@ def of_batch(change: Callable[[Tensor], Tensor]) -> Program:
     )
 
 
+def with_table(training: Training) -> Any:
+    """Returns a step that makes a table anew where the batch is longer."""
+    model, optimizer, kept = training.model, training.optimizer, training.kept
+
+    def step(x: Tensor) -> Tensor:
+        if kept["table"] is None or len(kept["table"]) < len(x):
+            kept["table"] = torch.arange(len(x), dtype=torch.float32)[:, None].cos()
+        loss = model(x * kept["table"][: len(x)]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
 def marked(x: Tensor, kind: type[Tensor] = Tensor, **marks: Any) -> Tensor:
     """Returns a batch with a mark."""
     x = x.as_subclass(kind)
@@ -1115,6 +1196,12 @@ BATCHES = {
     "view": of_batch(lambda x: torch.cat([x, x])[: len(x)]),
     "offset": of_batch(lambda x: torch.cat([x, x])[len(x) :]),
     "fewer": of_batch(lambda x: x[:3]),
+    "more than a table has": Program(
+        lambda: {"batch": lambda x: x, "table": None},
+        lambda *_: None,
+        lambda kept, _: kept.update(batch=lambda x: torch.cat([x, x])),
+        lambda training: with_table(training),  # noqa: PLW0108 - it comes later
+    ),
 }
 KINDS: dict[str, dict[str, Program]] = {
     "attributes": ATTRIBUTES,

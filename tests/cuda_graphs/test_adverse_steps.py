@@ -32,17 +32,17 @@ BY_AUDIT = {
     },
     "settings": {"environment", "file", "context variable", "of a thread", "module"},
     "functions": {
-        *("other default", "other code", "bound method", "attribute of a function", "coroutine"),
+        *("other default", "other code", "bound method", "attribute of a function"),
     },
     "optimizer": {"one that is not told of", "length of gradients"},
     "torch": {"function of tensors"},
-    "steps": {"in turn of five"},
     "tensors": {"another one", "another part", "another shape", "gradients that are dropped"},
 }
 # what steps change themselves
 REFUSED = {
     "steps": {
         *("rotated deque", "popped", "list that is filled", "random number"),
+        "random number of a class that is not pickled",
         *(f"average in each {count}" for count in (2, 3, 7)),
         *(f"update in each {count}" for count in (2, 3, 5)),
     }
@@ -68,6 +68,7 @@ def same_torch() -> Iterator[None]:
         write_settings(settings, [])
         nn.Tanh.forward, nn.functional.tanh = functions  # type: ignore[method-assign]
         nn.modules.module._global_forward_hooks.clear()
+        torch.autograd.set_detect_anomaly(False)
 
 
 def batch(number: int, training: Training) -> Tensor:

@@ -375,6 +375,22 @@ def test_a_training_is_resumed_from_a_checkpoint() -> None:
     assert assert_twins(loop).captures == 2
 
 
+def test_a_copy_of_a_graphed_step_has_graphs_of_its_own() -> None:
+    program = Program(True)
+    for number in range(6):
+        program.step(*batch(number))
+    one, other = copy.copy(program.step), copy.deepcopy(program.step)
+    counts = program.step.captures, program.step.replays
+    for number in range(6, 12):
+        one(*batch(number))
+        other(*batch(number))
+    assert (one.captures, one.replays) == (2, 6)
+    assert (other.captures, other.replays) == (2, 6)
+    assert (program.step.captures, program.step.replays) == counts
+    program.step(*batch(12))
+    assert program.step.replays == counts[1] + 1
+
+
 def test_what_is_returned_does_not_change() -> None:
     program = Program(graphed=True)
     losses = [program.step(*batch(number)) for number in range(8)]

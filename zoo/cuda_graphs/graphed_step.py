@@ -141,6 +141,10 @@ class GraphedStep:
         self, graphs: DeviceGraphs, batch: Invocation, is_shared: bool
     ) -> tuple[PyTree, str | None]:
         """Trains one step; returns what it returns, and how it differed from its graph."""
+        if torch.is_anomaly_enabled():
+            # which looks at each gradient, as no replay does
+            self.eager += 1
+            return own_outputs(graphs.run_eagerly(functools.partial(batch.on, self.step))), None
         kind = self._kind_of(batch)
         kind.calls += 1
         valid = (graph for graph in reversed(kind.graphs) if graph.state.change() is None)
@@ -153,6 +157,10 @@ class GraphedStep:
         if captured is not None:
             return self._replay(captured, batch), None
         return own_outputs(self._run_eagerly(graphs, kind, in_own_memory(batch))), None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has graphs of its own, which it captures anew."""
+        return vars(self) | {"_kinds": {}, "_graphs": [], "_pool": None}
 
     def reason(self) -> str:
         """Returns why calls ran eagerly that were not the first ones; '' if none did."""
@@ -245,16 +253,16 @@ class GraphedStep:
         alike = (earlier for earlier in reversed(kind.trials) if earlier.state.change() is None)
         trial = next(alike, None)
         changed = kind.trials[-1].state.change() if kind.trials and trial is None else None
-        state = self._state() if trial is None else trial.state
-        observation = Observation(run, state, batch.tensors)
+        observation = Observation(run, state := self._state(), batch.tensors)
+        # anew in each call: another may read what an earlier one has replaced unread
+        state.forget({location.name for location in observation.replaced})
         if trial is None:
-            state.forget({location.name for location in observation.replaced})
             trial = Trial(state, observation)
             kind.changing = f"{changed} changes from call to call" if changed is not None else ""
         else:
             kind.trials.remove(trial)
             kind.changing = trial.observation.difference(observation) or ""
-            trial.observation, trial.is_repeated = observation, not kind.changing
+            trial = Trial(state, observation, is_repeated=not kind.changing)
         kind.obstacles = 0 if observation.obstacle is None else kind.obstacles + 1
         # the latest last
         kind.trials.append(trial)

@@ -9,16 +9,26 @@ From the step on, functions of the program are followed, and their values a few 
 What lies deeper, is of libraries, or is read in other ways, is left to the audits (`audit`).
 """
 
+import argparse
 import contextlib
 import dis
 import functools
+import gc
 import itertools
 import operator
 import random
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+    WrapperDescriptorType,
+)
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +38,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zoo._torch import HOOKS_AFTER_ALL_STEPS, HOOKS_OF_ALL_STEPS, dispatch_modes
-from zoo.cuda_graphs.watched_values import ANY, MISSING, WatchedValues, is_plain
+from zoo._torch import (
+    HOOKS_AFTER_ALL_STEPS,
+    HOOKS_OF_ALL_STEPS,
+    dispatch_modes,
+    function_modes,
+    top_saved_tensors_hooks,
+)
+from zoo.cuda_graphs.watched_values import (
+    ANY,
+    MISSING,
+    ComparedAtOnce,
+    WatchedValues,
+    is_plain,
+)
 from zoo.engine.kernel_settings import TABLE, read_settings
 from zoo.layers.module_hooks import GLOBAL_HOOKS
 from zoo.tracing.planned_forward import PatchedForward
@@ -37,11 +59,13 @@ from zoo.tracing.planned_forward import PatchedForward
 # containers in containers, and objects in objects, that are looked into; numbers of one, at most
 DEEPEST, MOST_VALUES = 6, 4096
 # objects whose attributes are all compared
-WHOLE = (nn.Module, Optimizer, LRScheduler, Distribution, SimpleNamespace)
+NAMESPACES = (SimpleNamespace, argparse.Namespace)
+WHOLE = (nn.Module, Optimizer, LRScheduler, Distribution, *NAMESPACES)
 # parts of a module that the names of what is in them leave out
 UNNAMED = ("_parameters", "_buffers", "_modules")
 # attributes of torch's wrapper, whose others are notes of its own on each step
 OF_PARALLEL = ("training", "_modules", "_forward_hooks", "require_backward_grad_sync")
+GRADIENT = operator.attrgetter("grad")
 HOOKS_OF_PARAMETER = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 HOOKS_OF_ALL = (*GLOBAL_HOOKS, HOOKS_OF_ALL_STEPS, HOOKS_AFTER_ALL_STEPS)
 # flag of classes that are made while a program runs
@@ -49,9 +73,7 @@ HEAP_TYPE = 1 << 9
 LIBRARIES = (*sys.stdlib_module_names, "torch", "zoo", "numpy")
 # as no code of the program hands it out
 DICT_OF_CLASS: Callable[[type], Mapping[str, Any]] = type.__dict__["__dict__"].__get__
-CONTAINERS: tuple[Any, ...] = (dict, list, tuple, deque, set, frozenset)
-# those that tell where they are
-ITERATORS: tuple[type, ...] = (itertools.count, type(iter([])), type(iter(range(0))))
+CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, tuple, deque, set, frozenset)
 # what wraps functions, and where it has them
 WRAPPERS: dict[type, tuple[str, ...]] = {
     MethodType: ("__self__", "__func__"),
@@ -92,7 +114,6 @@ class Guards:
             torch.amp.GradScaler: self._add_scaler,
             CONTAINERS: self._add_container,
             tuple(WRAPPERS): self._add_wrapper,
-            ITERATORS: self._add_iterator,
             PatchedForward: self._add_plan,
             FunctionType: self._add_function,
             type: self._add_class,
@@ -116,6 +137,8 @@ class Guards:
                 while self.waiting:
                     self._visit(self.waiting.popleft())
         self.seen.clear()
+        self.hollow = [found.value for found in self.empty]
+        self.compared: ComparedAtOnce | None = None
         self.tensors = [location for values in self.values for location in values.locations()]
         known: Counter[str] = Counter()
         for location in self.tensors:
@@ -129,9 +152,11 @@ class Guards:
         if now != self.ambient:
             pairs = ((name, was, now[name]) for name, was in self.ambient.items())
             return next(f"{name} ({was}, now {new})" for name, was, new in pairs if was != new)
-        filled = (f"{name} (empty, now not)" for name, values, _ in self.empty if values)
-        changes = itertools.chain(filled, (values.change() for values in self.values))
-        return next((change for change in changes if change is not None), None)
+        if any(self.hollow):
+            return next(f"{name} (empty, now not)" for name, values, _ in self.empty if values)
+        if self.compared is None:
+            self.compared = ComparedAtOnce(self.values)
+        return self.compared.change()
 
     def changed_by_step(self) -> str | None:
         """Says which value the step has changed, which replays would leave as it is."""
@@ -146,6 +171,7 @@ class Guards:
         for location in (each for each in self.tensors if each.name in names):
             location.values.before[location.index] = ANY
         self.tensors = [location for location in self.tensors if location.name not in names]
+        self.compared = None
 
     def _visit(self, found: Found) -> None:
         kind, is_new = type(found.value), id(found.value) not in self.seen
@@ -154,18 +180,18 @@ class Guards:
             next(visit for base, visit in self.visitors.items() if issubclass(kind, base))(found)
 
     def _watch(
-        self, found: Found, read: Callable[[], Any], keys: Iterable[Any] = (), write: Any = None
+        self, found: Found, sources: Any, keys: Iterable[Any] = (), write: Any = None
     ) -> None:
-        watched = WatchedValues(found.name, read, (*keys,), write)
+        watched = WatchedValues(found.name, sources, (*keys,), write)
         self.values.append(watched)
-        for index, value in enumerate(read()):
+        for index, value in enumerate(watched.read()):
             self.waiting.append(Found(watched.name_of(index), value, found.depth + 1))
 
     def _watch_keys(self, found: Found, mapping: Any, keys: Iterable[str]) -> None:
         """Watches some variables or attributes, also those that are not there yet."""
         if keys := (*dict.fromkeys(keys),):
-            read = lambda: tuple(mapping.get(key, MISSING) for key in keys)  # noqa: E731
-            self._watch(found, read, keys, getattr(mapping, "__setitem__", None))
+            read = functools.partial(map, mapping.get, keys, itertools.repeat(MISSING))
+            self._watch(found, (read,), keys, getattr(mapping, "__setitem__", None))
 
     def _add_scaler(self, found: Found) -> None:
         self.scalers += [found.name] * found.value.is_enabled()
@@ -175,14 +201,17 @@ class Guards:
         base = next(base for base in CONTAINERS if issubclass(type(values), base))
         length = base.__len__(values)
         write = hasattr(base, "__setitem__") and functools.partial(base.__setitem__, values)
-        if not length and type(values) in (*CONTAINERS, OrderedDict):
+        if not length and type(values) in CONTAINERS:
             self.empty.append(found)
+        elif type(values) is tuple and all(map(is_plain, values)):
+            return
         elif length > MOST_VALUES:
-            self._watch(found, lambda: (base.__len__(values),))
-        elif base is dict:
-            self._watch(found, lambda: (*dict.values(values), *dict(values)), dict(values), write)
+            self._watch(found, (lambda: (base.__len__(values),),))
+        elif issubclass(base, dict):
+            parts = base.values.__get__(values), base.__iter__.__get__(values)
+            self._watch(found, parts, dict(values), write)
         else:
-            self._watch(found, lambda: (*base.__iter__(values),), range(length), write)
+            self._watch(found, (base.__iter__.__get__(values),), range(length), write)
         if type(values) is not base:
             self._add_object(found)
 
@@ -191,24 +220,25 @@ class Guards:
         # it is no level of its own
         self.waiting += (found._replace(value=getattr(found.value, key)) for key in WRAPPERS[kind])
 
-    def _add_iterator(self, found: Found) -> None:
-        read = lambda: (operator.length_hint(found.value) or repr(found.value),)  # noqa: E731
-        self.values.append(WatchedValues(found.name, read, ("next",)))
-
     def _add_plan(self, found: Found) -> None:
         name = f"the plan of {found.name.removesuffix('.forward')}"
-        self.values.append(WatchedValues(name, lambda: (found.value.latest,)))
+        self.values.append(WatchedValues(name, (lambda: (found.value.latest,),)))
 
     def _add_parameter(self, found: Found) -> None:
         name, tensor, _ = found
         if tensor.is_leaf and tensor.requires_grad:
             gradient, write = f"the gradient of {name}", functools.partial(setattr, tensor)
-            self.values.append(WatchedValues(gradient, lambda: (tensor.grad,), ("grad",), write))
-            self._watch(Found(f"the hooks of {name}", None), lambda: HOOKS_OF_PARAMETER(tensor))
+            read = functools.partial(map, GRADIENT, (tensor,))
+            self.values.append(WatchedValues(gradient, (read,), ("grad",), write))
+            hooks = functools.partial(HOOKS_OF_PARAMETER, tensor)
+            self._watch(Found(f"the hooks of {name}", None), (hooks,))
 
     def _add_object(self, found: Found) -> None:
         name, value, depth = found
         kind, own = type(value), attributes_of(value)
+        if _is_iterator(kind):
+            position = functools.partial(_position, value)
+            self.values.append(WatchedValues(name, (position,), ("next",)))
         module = own.get("__name__") if issubclass(kind, ModuleType) else _module_of(kind)
         if not (issubclass(kind, WHOLE) or _is_own(str(module))):
             return
@@ -216,8 +246,8 @@ class Guards:
             # before they are met under a longer name; no module is too deep
             self.waiting += (Found(name, own.get(part)) for part in UNNAMED)
         if issubclass(kind, WHOLE) and not issubclass(kind, DistributedDataParallel):
-            read = lambda: (*own.values(), *own, type(value))  # noqa: E731
-            self._watch(Found(name, None), read, own, own.__setitem__)
+            parts = own.values, own.__iter__, functools.partial(map, type, (value,))
+            self._watch(Found(name, None), parts, own, own.__setitem__)
         else:
             # also those of the class, in front of which one of the object may come
             keys = (*own, *(key for owner in kind.__mro__ for key in DICT_OF_CLASS(owner)))
@@ -244,8 +274,9 @@ class Guards:
         # its values are the outermost ones
         within = Found("", function, -1)
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        read = lambda: tuple(map(_contents, cells.values()))  # noqa: E731
-        self._watch(within, read, cells, lambda key, new: setattr(cells[key], "cell_contents", new))
+        read = functools.partial(map, _contents, cells.values())
+        write = lambda key, new: setattr(cells[key], "cell_contents", new)  # noqa: E731
+        self._watch(within, (read,), cells, write)
         # also those that are not there, as of built-in functions
         self._watch_keys(within, function.__globals__, variables)
         self.waiting += (Found(name, function.__defaults__), Found(name, function.__kwdefaults__))
@@ -267,6 +298,26 @@ def attributes_of(value: Any) -> Any:
     with contextlib.suppress(AttributeError):
         return object.__getattribute__(value, "__dict__")
     return {}
+
+
+def _is_iterator(kind: type) -> bool:
+    """Returns whether a class is one of Python's own iterators, or of generators."""
+    return type(DICT_OF_CLASS(kind).get("__next__")) is WrapperDescriptorType
+
+
+def _position(iterator: Any, depth: int = 0) -> Iterator[Any]:
+    """Yields where an iterator is: what is left, and what it holds, such as locals or others."""
+    # one that goes round does not tell, and is never where it was
+    is_told = type(iterator) is not itertools.cycle
+    yield (operator.length_hint(iterator) or repr(iterator)) if is_told else object()
+    for value in gc.get_referents(iterator):
+        yield value
+        if depth < DEEPEST and _is_iterator(type(value)):
+            yield from _position(value, depth + 1)
+        elif type(value) is tuple:
+            # such as those of `zip`
+            others = (each for each in value if _is_iterator(type(each)))
+            yield from (where for each in others for where in _position(each, DEEPEST))
 
 
 def _contents(cell: CellType) -> Any:
@@ -300,6 +351,9 @@ def _ambient(device: torch.device) -> dict[str, Any]:
         "gradients enabled": torch.is_grad_enabled(),
         "the default device": torch.get_default_device(),
         "the dispatch modes": [*map(id, dispatch_modes())],
+        # of others may be a new one around each call
+        "the function modes": [*map(type, function_modes())],
+        "hooks for saved tensors": top_saved_tensors_hooks(False) is not None,
         "the hooks of all modules and optimizers": [(*hooks,) for hooks in HOOKS_OF_ALL],
         **{setting.name: value for setting, value in settings},
     }

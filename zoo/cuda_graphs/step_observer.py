@@ -286,9 +286,17 @@ def _host_generators(state: Guards) -> bytes:
     on_host = [
         one for one in (torch.default_generator, *state.generators) if one.device.type == "cpu"
     ]
-    others = [random.getstate(), *state.host_generators]
+    # as a class of the program may not be pickled, and what asks the system has no state
+    others = [random.getstate(), *map(_state_of_generator, state.host_generators)]
     if numpy is not None:
         others.append(numpy.random.get_state(legacy=False))
     if state.device.type != "cpu":
         others += [generator.get_state().tolist() for generator in on_host]
     return pickle.dumps(others)
+
+
+def _state_of_generator(generator: Any) -> object:
+    if not isinstance(generator, random.Random):
+        return generator
+    is_of_system = isinstance(generator, random.SystemRandom)
+    return None if is_of_system else random.Random.getstate(generator)

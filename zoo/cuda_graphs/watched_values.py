@@ -5,15 +5,19 @@ identity. None of the program's own code runs: a class may compare, iterate or h
 in its own way, without end or with an error.
 """
 
+import contextlib
+import itertools
 import operator
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
+from zoo._torch import DisableTorchFunction
 from zoo.errors import shortened
 
 # types whose values are compared; a subclass by their methods, which it cannot replace
@@ -23,6 +27,12 @@ PLAIN: tuple[Any, ...] = (
 )  # fmt: skip
 # what a variable without a value has, and what stands for a tensor that is not compared
 MISSING, ANY = object(), object()
+# tensors without code of the program, and what says where they lie, once they have memory
+PLAIN_TENSORS = (Tensor, nn.Parameter)
+PLACES: tuple[Callable[[Any], Any], ...] = (
+    Tensor.data_ptr, Tensor.size, Tensor.stride, operator.attrgetter("requires_grad"),
+    operator.attrgetter("dtype"),
+)  # fmt: skip
 # nested tuples are compared by what is in them to this depth
 DEEPEST_TUPLE = 4
 
@@ -60,6 +70,8 @@ class Whereabouts(NamedTuple):
     geometry: tuple[Any, ...] = ()
     requires_grad: bool = False
     identity: int | None = None
+    # another may come to lie at the address when this is freed
+    storage: Any = None
 
 
 def whereabouts(tensor: Any) -> Whereabouts | None:
@@ -70,25 +82,44 @@ def whereabouts(tensor: Any) -> Whereabouts | None:
     identity = id(tensor) if issubclass(type(tensor), nn.Parameter) else None
     try:
         geometry = tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype
-        address = tensor.untyped_storage().data_ptr()
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
     except (NotImplementedError, RuntimeError):
         # such as the mark of a gradient that was used in the backward
         return Whereabouts(0, (), tensor.requires_grad, identity)
-    return Whereabouts(address, geometry, tensor.requires_grad, identity)
+    return Whereabouts(address, geometry, tensor.requires_grad, identity, ref(storage))
 
 
 class WatchedValues:
-    """The values that a container, an object or a function holds, as they were."""
+    """The values that a container, an object or a function holds, as they were.
+
+    Attributes:
+        sources: what hands them out, one part after the other.
+    """
 
     def __init__(
-        self, name: str, read: Callable[[], Any], keys: Sequence[Any] = (), write: Any = None
+        self,
+        name: str,
+        sources: tuple[Callable[[], Iterable[Any]], ...],
+        keys: Sequence[Any] = (),
+        write: Any = None,
     ) -> None:
-        self.name, self.read, self.keys, self.write = name, read, keys, write
+        self.name, self.sources, self.keys, self.write = name, sources, keys, write
         self.is_gradient, self.is_iterator = keys == ("grad",), keys == ("next",)
-        found = read()
+        found = self.read()
         self.before = [whereabouts(value) or value for value in found]
+        # of tensors that are of no class of the program
+        self.places = {
+            index: (ref(value), *(read(value) for read in PLACES))
+            for index, (value, where) in enumerate(zip(found, self.before, strict=True))
+            if type(value) in PLAIN_TENSORS and where.geometry
+        }
         # their numbers are not reused
         self.parameters = [each for each in found if issubclass(type(each), nn.Parameter)]
+
+    def read(self) -> list[Any]:
+        """Returns the values that are there now."""
+        return _values(self.sources)
 
     def name_of(self, index: int) -> str:
         """Returns the name of the value at an index."""
@@ -103,8 +134,6 @@ class WatchedValues:
         now = self.read()
         if len(now) != len(self.before):
             return f"{self.name} ({len(self.before)} entries, now {len(now)})"
-        if all(map(operator.is_, self.before, now)):
-            return None
         for index, (before, value) in enumerate(zip(self.before, now, strict=True)):
             if before is value or is_same(before, value):
                 continue
@@ -121,6 +150,61 @@ class WatchedValues:
             if self.write and (type(before) is Whereabouts or self.is_gradient):
                 storage = before.address if type(before) is Whereabouts else -1
                 yield TensorLocation(self, index, self.name_of(index), storage)
+
+
+def _values(sources: Iterable[Callable[[], Iterable[Any]]]) -> list[Any]:
+    return [*itertools.chain.from_iterable(map(operator.call, sources))]
+
+
+class ComparedAtOnce:
+    """All watched values, which are compared without a call of Python for each of them.
+
+    Those are looked at one by one that are no longer the same objects, such as a number that is
+    computed anew, and tensors that are not where they were.
+    """
+
+    def __init__(self, watched: Sequence[WatchedValues]) -> None:
+        self.watched = watched
+        self.sources = [source for each in watched for source in each.sources]
+        self.owners = [each for each in watched for _ in each.before]
+        self.objects = [value for each in watched for value in each.before]
+        # those that are not compared here
+        self.skipped = [at for at, value in enumerate(self.objects) if value is ANY]
+        # tensors, each once, where they are among the objects, and where they lie
+        self.positions: list[tuple[int, int]] = []
+        found: dict[int, tuple[int, Any, list[Any]]] = {}
+        indices = itertools.chain.from_iterable(range(len(each.before)) for each in watched)
+        for at, (index, owner) in enumerate(zip(indices, self.owners, strict=True)):
+            if type(self.objects[at]) is Whereabouts and index in owner.places:
+                tensor, *place = owner.places[index]
+                number, *_ = found.setdefault(id(tensor), (len(found), tensor, place))
+                self.positions.append((at, number))
+        self.tensors = [tensor for _, tensor, _ in found.values()]
+        places = [place for *_, place in found.values()]
+        self.places = [[*each] for each in zip(*places, strict=True)] or [[] for _ in PLACES]
+
+    def change(self) -> str | None:
+        """Says which value is not as it was; None if all are."""
+        now, suspects = _values(self.sources), self.watched
+        with DisableTorchFunction():
+            tensors = [*map(operator.call, self.tensors)]
+            if len(now) == len(self.objects) and self._are_in_place(tensors):
+                expected = [*self.objects]
+                for index, number in self.positions:
+                    expected[index] = tensors[number]
+                for index in self.skipped:
+                    expected[index] = now[index]
+                others = itertools.compress(self.owners, map(operator.is_not, now, expected))
+                # as owners of tensors of other classes always are, which are no places
+                suspects = [*dict.fromkeys(others)]
+        changes = (watched.change() for watched in suspects)
+        return next((change for change in changes if change is not None), None)
+
+    def _are_in_place(self, tensors: list[Any]) -> bool:
+        # one that is gone, or has other memory than the strided one, has none of these
+        with contextlib.suppress(TypeError, RuntimeError):
+            return [[*map(read, tensors)] for read in PLACES] == self.places
+        return False
 
 
 @dataclass(eq=False)
