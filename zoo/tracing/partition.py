@@ -8,7 +8,8 @@ The state between two steps is every storage that a later kernel reads. There is
 - right before a write in place to storages that the kernel before read, wrote or made;
 - between the kernel that makes a tensor and a write to it that no replay may repeat;
 - inside of the forward of an `autograd.Function`, or of one call of a function of torch, such as
-  `dropout` or `scaled_dot_product_attention`: what it dispatches depends on the device;
+  `dropout` or `scaled_dot_product_attention`: what it dispatches depends on the device. There is
+  one between two layers of an `nn.LSTM`, where they are kernels of their own;
 - right before an operator that computes nothing, such as a view or an empty tensor. It belongs to
   the kernel after it, or to the one before it if it reads something within the same module;
 - behind an operator that gathers parameters which are spread over processes, or before one that
@@ -86,7 +87,8 @@ def partition(model: nn.Module, trace: StepTrace, blocks: Collection[str]) -> Ou
             "that yields, awaits or returns a function, so that there is nothing to plan. Put "
             "zoo.checkpoint on a module in it whose forward computes what it returns"
         )
-    functions = _functions(trace)
+    matrices = {number for number, one in enumerate(model.parameters()) if one.ndim > 1}
+    functions = _functions(trace, matrices)
     starts = _useful(_cuts(calls, uses_of, functions), calls, trace)
     parts = [calls[start:end] for start, end in itertools.pairwise([*starts, len(calls)])]
     # views belong to the kernel that reads them, which names the step and its block
@@ -146,11 +148,12 @@ def _uses_of(trace: StepTrace) -> dict[int, _StorageUses]:
     return uses
 
 
-def _functions(trace: StepTrace) -> dict[int, int]:
-    """Returns for each operator inside of a function's call the first operator of the call.
+def _functions(trace: StepTrace, matrices: Container[int]) -> dict[int, int]:
+    """Returns for each operator inside of a function's call the first operator of its layer.
 
-    No step begins inside. An `autograd.Function` makes its autograd node before its forward calls
-    the first operator, and saves tensors after the last one.
+    No step begins inside. `matrices` are the parameters that tell layers apart. An
+    `autograd.Function` makes its autograd node before its forward calls the first operator, and
+    saves tensors after the last one.
     """
     first_of, latest = dict[int, int](), -1
     for first, event in trace.events.forward:
@@ -166,9 +169,27 @@ def _functions(trace: StepTrace) -> dict[int, int]:
         if call.function[0] and not call.operator.startswith((CAST, COMPLETING))
     )
     for _, group in itertools.groupby(calls, key=lambda call: call.function[0]):
-        indices = [call.index for call in group]
-        first_of |= {index: min(first_of.get(index, index), indices[0]) for index in indices}
+        for layer in _layers([*group], matrices):
+            indices = [call.index for call in layer]
+            first_of |= {index: min(first_of.get(index, index), indices[0]) for index in indices}
     return first_of
+
+
+def _layers(calls: Sequence[Call], matrices: Container[int]) -> Iterator[Sequence[Call]]:
+    """Yields the layers of a function's call, each of which has matrices of its own.
+
+    A bias alone is no layer: there are devices that add it by a kernel of its own.
+    """
+    owned = [{number for number in call.parameters if number in matrices} for call in calls]
+    last = {number: position for position, numbers in enumerate(owned) for number in numbers}
+    # `end`: where the matrices of the layer are used last
+    start, end = 0, -1
+    for position, numbers in enumerate(owned):
+        if numbers and -1 < end < position:
+            yield calls[start:position]
+            start = position
+        end = max([end, *(last[number] for number in numbers)])
+    yield calls[start:]
 
 
 def _cuts(
