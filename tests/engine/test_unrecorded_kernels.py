@@ -12,6 +12,7 @@ from tests.training import assert_same, gradients, needs_numpy
 from zoo._torch import dispatch_modes, top_saved_tensors_hooks
 from zoo.engine.segments import thread
 from zoo.planner.plan import Plan
+from zoo.tracing.planned_forward import patched_forward
 
 pytestmark = pytest.mark.usefixtures("without_fork", "few_plans")
 
@@ -109,6 +110,51 @@ def test_a_block_that_is_left_out_is_seen_at_the_end() -> None:
     assert not any(around)
     # its own plan was made, and of two paths only the kernels tell which it is
     assert model.blocks[0].around
+
+
+class Inner(Block):
+    """A block whose tensors inside, or whose operations, the program may change."""
+
+    times, activation = 1, staticmethod(torch.tanh)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.around = [*dispatch_modes()]
+        hidden = self.activation(self.first(x.repeat(self.times, 1)))
+        return x + self.second(hidden).view(self.times, *x.shape).mean(0)
+
+
+def inner(budget: str) -> tuple[Varied, Tensor]:
+    model, x = Varied(), torch.randn(128, 8)
+    model.blocks = nn.ModuleList(Inner() for _ in range(4))
+    return zoo.checkpoint(model, memory_budget=budget), x
+
+
+@needs_numpy
+@pytest.mark.parametrize("after", [2, 20])
+@pytest.mark.parametrize("change", [{"times": 30}, {"activation": torch.relu}])
+def test_a_change_inside_of_a_block_is_planned_for_soon(change: dict[str, Any], after: int) -> None:
+    model, x = inner("2MiB")
+    for _ in range(after):
+        trained(model, x)
+    before, is_larger = zoo.plan_of(model), "times" in change
+    for block in model.blocks:
+        vars(block).update(change)
+    expected = trained(zoo.uncheckpoint(copy.deepcopy(model)), x)
+    for _ in range(74 - after):
+        assert_same(trained(model, x), expected)
+    [kind] = patched_forward(model).cache.kinds.values()
+    paths = {tuple(branch.operators) for branch in kind.branches}
+    assert (zoo.plan_of(model) != before, len(paths)) == (is_larger, 1 if is_larger else 2)
+
+
+@needs_numpy
+def test_few_forwards_of_a_plan_that_keeps_all_look_at_each_kernel() -> None:
+    model, x = inner("1GiB")
+    numbers = []
+    for number in range(1, 257):
+        trained(model, x)
+        numbers += [number] if model.blocks[0].around else []
+    assert numbers == [1, 8, 72, 136, 200]
 
 
 @needs_numpy

@@ -16,7 +16,8 @@ what is computed.
 A forward by a plan that recomputes nothing runs without the mode. For a budget the blocks of the
 model tell whether it is the one that was planned for: by the bytes of their arguments, and by the
 number of operations that autograd has seen so far. From the first block at which it is another one,
-the mode is there. What differs between two blocks alone is not seen.
+the mode is there. What differs inside of a block alone is seen by a forward that has the mode
+whatever comes: the first by a plan, the 8th, and each 64th after it.
 """
 
 import bisect
@@ -72,6 +73,8 @@ T = TypeVar("T")
 Path = tuple[int, ...]
 # operators that return less than 1 / SMALL_PART of the mean do not decide whether a plan has room
 SMALL_PART = 16
+# the forward by a plan that recomputes nothing that has the mode, and after how many the next has
+LOOK, PERIOD = 8, 64
 # the path of a block of the model, and which call of it
 Visit = tuple[str, int]
 
@@ -99,6 +102,7 @@ class PlannedBranch:
             the segment starts from that begins with them.
         has_backward: whether a backward runs within the forward.
         arrivals: where a forward by this plan was at each block, once known.
+        forwards: how many began by this plan, if it recomputes nothing.
     """
 
     operators: Sequence[Operator]
@@ -110,6 +114,7 @@ class PlannedBranch:
     offloads: frozenset[int] = frozenset()
     has_backward: bool = False
     arrivals: Sequence[Arrival] = ()
+    forwards: int = 0
 
     def __post_init__(self) -> None:
         sizes = self.sizes or [0] * len(self.operators)
@@ -141,6 +146,11 @@ class PlannedBranch:
     def keeps_all(self) -> bool:
         """Whether the plan recomputes nothing."""
         return not any(self.paths)
+
+    def is_looked_at(self) -> bool:
+        """Counts a forward that begins; returns whether it has the mode whatever comes."""
+        self.forwards += 1
+        return self.forwards % PERIOD == LOOK
 
     def step_at(self, index: int) -> int:
         """Returns the step of an operator."""
@@ -219,7 +229,8 @@ class Conductor(Recorder):
         self._kept = first if first is not None and first.keeps_all and first.visits else None
         # whether the forward runs without the mode; several paths only operators tell apart
         self._watches = self._kept is not None and (
-            host is None
+            not self._kept.is_looked_at()
+            and host is None
             and bool(self._kept.arrivals)
             and all(branch.operators is self._kept.operators for branch in branches)
         )
