@@ -197,6 +197,30 @@ def refuses(model: nn.Module) -> None:
     raise OSError("no")
 
 
+class Remembers(Net):
+    """Keeps a wide result until it ends its next forward; it may drop it."""
+
+    kept, is_kept = None, True
+
+    def forward(self, x):
+        y = super().forward(x)
+        wide = y.detach().repeat(1, 512)
+        self.kept = wide if self.is_kept else None
+        return y
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_what_a_step_leaves_counts_in_the_next_one(strategy):
+    taken = []
+    for Remembers.is_kept in (False, True):
+        model, x = Remembers(), torch.randn(64, 4, 4, 4)
+        rank = zoo.plan_rank(model, x, world_size=2, strategy=strategy, memory_budget="1GiB")
+        alone = zoo.plan(model, x, memory_budget="1GiB").baseline_peak
+        taken.append((rank.baseline_peak, rank.predicted_peak, alone))
+    more, more_by_plan, more_alone = (b - a for a, b in zip(*taken, strict=True))
+    assert more == more_by_plan == more_alone > 64 * 512
+
+
 @pytest.mark.parametrize("strategy", ["fsdp2", refuses])
 def test_nothing_is_left_behind(strategy):
     model, x = net()

@@ -257,26 +257,25 @@ class CopiedStep:
         with self._modes():
             self.inputs = inputs.map(functools.cache(own))
             self.optimizer = optimizer_of(make, self.model, in_backward)
+            on_cpu = not fake and all(p.device.type == "cpu" for p in self._trained())
+            tensors = self.inputs.tensors
+            self.tracker = track(
+                self.model, optimizer=self.optimizer, inputs=tensors, allocator=on_cpu
+            )
             if wrap is not None:
                 # the first step of a wrapped model differs from all that follow
                 put_in_force(self.model, False)
-                self._train()
+                self._train_tracked()
             elif fake and self.optimizer is not None:
                 # a step makes its state
-                for parameter in self.model.parameters():
-                    if parameter.requires_grad:
-                        parameter.grad = torch.empty_like(parameter)
+                for parameter in self._trained():
+                    parameter.grad = torch.empty_like(parameter)
                 self.optimizer.step()
 
     def track(self, plan: Plan | str | None, offload: OffloadOption = False) -> Timeline:
-        """Tracks a step by a plan, for real after another one; None is the baseline."""
-        own = [p for p in self.model.parameters() if p.requires_grad]
-        on_cpu = self.mode is None and all(parameter.device.type == "cpu" for parameter in own)
+        """Tracks a step by a plan, after another one; None is the baseline."""
         with self._by(plan, offload):
-            options: Any = {"inputs": self.inputs.tensors, "allocator": on_cpu}
-            with track(self.model, optimizer=self.optimizer, **options) as timeline:
-                self._train()
-        return timeline
+            return self._train_tracked()
 
     def peak(self, plan: Plan | None, offload: OffloadOption = False) -> int:
         """Returns the allocator's peak bytes in a real step by a plan, after another one."""
@@ -286,6 +285,15 @@ class CopiedStep:
 
     def _train(self) -> None:
         train_step(self.model, self.inputs, self.loss, self.optimizer)
+
+    def _train_tracked(self) -> Timeline:
+        """Trains a step; what it leaves counts in the next one, until that replaces it."""
+        with self.tracker as timeline:
+            self._train()
+        return timeline
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @contextlib.contextmanager
     def _by(self, plan: Plan | str | None, offload: OffloadOption) -> Iterator[None]:
@@ -302,10 +310,10 @@ class CopiedStep:
                 patched.plan_for(self.traced)
             elif patched is not None:
                 patched.keeps_trace = self.mode is not None
-                self._train()
+                self._train_tracked()
                 self.traced = patched.traced
-            elif self.mode is None:
-                self._train()  # it makes the state of a real optimizer
+            elif self.mode is None or not self.tracker.timeline.length:
+                self._train_tracked()  # it makes the state of a real optimizer
             yield
 
     @contextlib.contextmanager

@@ -70,6 +70,7 @@ from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.operator_effects import effects_of
 from zoo.engine.recompute import observed
 from zoo.engine.segments import thread
+from zoo.engine.tensor_state import alive
 from zoo.errors import ArgumentError, shortened
 from zoo.invocation import check_module, device_of
 from zoo.optimizer.in_backward import observed_gradients
@@ -117,7 +118,10 @@ class StorageLifetime:
 
 
 class Tracker(ContextDecorator):
-    """Tracks a block of code, as `zoo.track` says; `timeline` is that of the latest block."""
+    """Tracks a block of code, as `zoo.track` says; `timeline` is that of the latest block.
+
+    What it left, `remaining`, counts in the next block from the start until it is freed.
+    """
 
     def __init__(
         self,
@@ -141,6 +145,7 @@ class Tracker(ContextDecorator):
             )
         self.model, self.optimizer, self.inputs = model, optimizer, inputs
         self.allocator, self.timeline = allocator, Timeline()
+        self.remaining: list[weakref.ref[UntypedStorage]] = []
         self._open: list[AbstractContextManager[None]] = []
 
     def __call__(self, function: F) -> F:
@@ -167,7 +172,7 @@ class Tracker(ContextDecorator):
     @contextlib.contextmanager
     def _tracked(self, timeline: Timeline) -> Iterator[None]:
         recorder = StorageRecorder(self.model)
-        recorder.record_resident(self.optimizer, self.inputs)
+        recorder.record_resident(self.optimizer, self.inputs, alive(self.remaining))
         events = None
         counts = (
             not any(isinstance(p, FakeTensor) for p in self.model.parameters())
@@ -184,6 +189,7 @@ class Tracker(ContextDecorator):
             raise
         finally:
             recorder.record_states(self.optimizer)
+            self.remaining = [*map(weakref.ref, alive(recorder.ends.values()))]
             recorder.fill(timeline, events)
             timeline.reserved_peak = devices.reserved_peak(self.device) if counts else None
 
@@ -218,11 +224,18 @@ class StorageRecorder(TorchDispatchMode):
         ):
             yield
 
-    def record_resident(self, optimizer: torch.optim.Optimizer | None, inputs: PyTree) -> None:
+    def record_resident(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        inputs: PyTree,
+        others: Iterable[UntypedStorage],
+    ) -> None:
         """Records the storages that are older than the block."""
         self._categorize("parameters", self.model.named_parameters())
         self.record_states(optimizer)
         self._categorize("inputs", (("", tensor) for tensor in tensors_in(inputs)))
+        for storage in others:
+            self._record(storage, _UNSHAPED, UNKNOWN, resident=True)
 
     def record_states(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Records buffers, gradients and the optimizer's state as they are now."""
