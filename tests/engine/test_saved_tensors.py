@@ -21,6 +21,7 @@ from tests.training import (
     assert_exact,
     assert_same,
     frozen,
+    gradients,
     nested,
     net,
     outcome,
@@ -615,3 +616,19 @@ def test_a_norm_of_half_precision_with_whole_statistics(affine: bool) -> None:
         y.float().square().sum().backward()
         found.append(frozen([y, x.grad, *norm.buffers()]))
     assert_same(*found)
+
+
+# which torch triggers itself, for each tensor of a graph
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_backward_by_compiled_autograd_is_as_without_it() -> None:
+    eager = functools.partial(torch.compile, backend="eager")
+
+    def program(call: Call) -> Any:
+        layer = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3))
+        loss = nested(call, layer, torch.ones(4, 8)).square().sum()
+        with nullcontext() if call is plain else torch._dynamo.compiled_autograd._enable(eager):
+            loss.backward()
+        return gradients(layer)
+
+    torch._dynamo.reset()
+    assert_exact(program)

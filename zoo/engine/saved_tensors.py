@@ -203,6 +203,9 @@ def unpack(packed: Packed) -> Tensor:
     Raises:
         RecomputeError: it was changed in place since.
     """
+    if torch.compiler.is_compiling():
+        # compiled autograd traces the backward, and calls what is left out of the graph as it runs
+        return torch.compiler.disable(unpack)(packed)  # type: ignore[no-any-return]
     return unpack_handle(packed) if type(packed) is Handle else packed.unpack()
 
 
