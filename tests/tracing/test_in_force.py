@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity
 
 import zoo
 from tests.tracing.models import Net
-from tests.training import images
+from tests.training import assert_same, gradients, images, needs_numpy
 from zoo.engine import saved_tensors
 from zoo.engine.kernel_segments import Conductor
 from zoo.errors import ArgumentError, BudgetError
@@ -578,3 +578,31 @@ def test_a_net_in_eval_mode_is_exact() -> None:
             one(images(1) * 0 + 1).square().sum().backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
+
+
+@needs_numpy
+@pytest.mark.parametrize("is_replaced", [False, True])
+@pytest.mark.parametrize("options", [{"memory_budget": 0.9}, {"max_overhead": 0.5}, {}])
+def test_blocks_may_be_added_and_removed_between_steps(
+    options: dict[str, Any], is_replaced: bool
+) -> None:
+    def trained(is_planned: bool) -> Any:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)) for _ in range(4)]
+        model, *added = nn.Sequential(*blocks[:2]), blocks[2], blocks[3]
+        if is_planned:
+            zoo.checkpoint(model, **options)
+        found = []
+        for step in range(6):
+            if step == 2:
+                model.append(added[0])
+            if step == 3:
+                # the step before was traced with the block that goes
+                model.pop(-1)
+                model.extend(added[1:] if is_replaced else [])
+            model.zero_grad()
+            model(torch.ones(64, 8)).square().sum().backward()
+            found.append(gradients(model))
+        return found
+
+    assert_same(trained(True), trained(False))

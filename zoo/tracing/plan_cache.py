@@ -6,7 +6,11 @@
 A kind that is new starts with the branches of one that differs in sizes alone and has room for it.
 """
 
+import weakref
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import nn
 
 from zoo.engine.kernel_segments import PlannedBranch
 from zoo.invocation import InputSpec, Invocation
@@ -14,6 +18,25 @@ from zoo.tracing.isolated_trace import StepTrace
 
 # a plan serves arguments at most so many times as large as those that it was made for
 SHARED = 2.0
+
+
+class LastForward(NamedTuple):
+    """A forward that was traced, and the modules and parameters that its trace names."""
+
+    invocation: Invocation
+    trace: StepTrace
+    modules: dict[str, weakref.ref[nn.Module]]
+    parameters: list[str]
+
+    @classmethod
+    def of(cls, invocation: Invocation, trace: StepTrace, model: nn.Module) -> "LastForward":
+        """Notes the modules that a model has now."""
+        modules = {path: weakref.ref(module) for path, module in model.named_modules()}
+        return cls(invocation, trace, modules, [name for name, _ in model.named_parameters()])
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Returns whether the model has the same modules and parameters still."""
+        return self[2:] == LastForward.of(self.invocation, self.trace, model)[2:]
 
 
 @dataclass
@@ -32,7 +55,7 @@ class InputKind:
     spec: InputSpec
     branches: list[PlannedBranch] = field(default_factory=list)
     took_no_branch: bool = False
-    last_forward: tuple[Invocation, StepTrace] | None = None
+    last_forward: LastForward | None = None
     can_be_planned: bool = True
     plannings: int = 0
 

@@ -78,7 +78,7 @@ from zoo.tracing.isolated_trace import (
     step_trace_of,
 )
 from zoo.tracing.partition import partition, paths_of
-from zoo.tracing.plan_cache import InputKind, PlanCache
+from zoo.tracing.plan_cache import InputKind, LastForward, PlanCache
 from zoo.tracing.switches import check_switches
 from zoo.tracing.tracer import is_compiled
 from zoo.units import format_bytes
@@ -377,15 +377,18 @@ class PatchedForward(Patch):
             with contextlib.suppress(ArgumentError):
                 trace = self._trace_ahead(invocation)
                 # another forward of this kind may never come, so that no data is held for it
-                kind.last_forward = invocation.without_data(), trace
+                kind.last_forward = LastForward.of(invocation.without_data(), trace, self.module())
         return outputs
 
     def _plan_last_forward(self, spec: InputSpec, kind: InputKind) -> None:
         """Plans for the last forward, which went by no known plan."""
         assert kind.last_forward is not None, "there is one"
-        (invocation, trace), kind.last_forward = kind.last_forward, None
+        last, kind.last_forward = kind.last_forward, None
+        if not last.is_of(self.module()):
+            # blocks were added or removed since, so that the next forward is traced anew
+            return
         try:
-            self._plan_traced(invocation, spec, trace)
+            self._plan_traced(last.invocation, spec, last.trace)
         except (ArgumentError, BudgetError, PlanError) as error:
             self._go_by_blocks(kind, error)
 
