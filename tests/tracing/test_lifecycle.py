@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import zoo
 from tests.tracing.models import Block, Net, Reader
-from tests.training import assert_same, images, train
+from tests.training import assert_same, gradients, images, train
 from zoo.errors import ArgumentError
 from zoo.invocation import InputSpec, Invocation
 from zoo.tracing.planned_forward import patched_forward
@@ -157,6 +157,33 @@ def test_a_forward_that_outlives_its_module_says_so(path: str) -> None:
     forward = zoo.checkpoint(Net(), "blocks").get_submodule(path).forward
     with pytest.raises(ArgumentError, match="the module of this forward was freed: a forward"):
         forward(images())
+
+
+class Segments(Net):
+    """Calls each of its blocks as a segment."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = zoo.recompute(block, x)
+        return self.fc(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("options", [None, {"checkpoint": True}, {"checkpoint": 2}])
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_between_forward_and_backward_is_independent(way: Any, options: Any) -> None:
+    model, twins = Segments(), list[nn.Module]()
+    plain = copy.deepcopy(model)
+    if options is not None:
+        zoo.checkpoint(model, **options)
+    for other in (plain, model):
+        torch.manual_seed(1)
+        loss = other(images()).square().sum()
+        twins.append(way(other))
+        loss.backward()
+    assert_same(gradients(model), gradients(plain))
+    assert all(parameter.grad is None for twin in twins for parameter in twin.parameters())
+    assert_same(*(train(twin, batch) for twin in twins))
 
 
 @pytest.mark.parametrize("build", [Net, Reader])
