@@ -161,7 +161,6 @@ class RealStep:
         Raises:
             TraceError: sizes of inputs or outputs are no numbers, or the backward fails on fakes.
         """
-        check_sizes([*self.inputs, *tensors_held_by(outputs)])
         self.tracer.note_end_of_model()
         roots = self.event_recorder.note_ends(tensors_held_by(outputs), None)
         try:
@@ -169,6 +168,7 @@ class RealStep:
                 self.event_recorder.run_backward(roots)
         except Exception as error:
             # the real backward may have none
+            check_sizes([*self.inputs, *tensors_held_by(outputs)])
             raise TraceError(
                 f"its backward on fake tensors raises {in_a_line(error, 400)}; a real one may not"
             ) from error
