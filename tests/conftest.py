@@ -25,6 +25,7 @@ OF_THE_CPU = {
     "drops_with_other_draws_between-3": "seeds the CPU's generator alone",
     "drops_few-0": "a state of the CPU's generator takes more bytes than these draws",
     "test_a_mask_is_drawn_once_more": "counts the kernels that the CPU draws by",
+    "test_threads_that_train_at_once_draw": "names the CPU's stream, which its threads share",
 }
 # what the software accelerator has no kernel for
 OF_OTHER_DEVICES = {"lstm": "torch's kernel of an LSTM's cell is for CUDA and XPU"}
