@@ -86,7 +86,7 @@ class Recurrent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.GRU(4, 4, batch_first=True) for _ in range(2))
+        self.layers = nn.ModuleList(nn.RNN(4, 4, batch_first=True) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         x = (x if x.dim() == 2 else x.mean((2, 3))).unsqueeze(1)
