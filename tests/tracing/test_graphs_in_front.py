@@ -277,27 +277,21 @@ class Graph(nn.Module):
         return x
 
 
-class Both(nn.Module):
-    """Two modules with a plan each, in one that is compiled."""
-
-    def __init__(self, option: Any) -> None:
-        super().__init__()
-        torch.compiler.reset()
-        self.both = nn.ModuleList(Inside(body) for _ in range(2))
-        if option is not None:
-            for module in self.both:
-                zoo.checkpoint(module, option)
-        self.compile(backend="eager")
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.both
-        return second(first(x))
+def blocks(norm: Callable[[int], nn.Module]) -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), norm(WIDTH)) for _ in range(3)))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("option", [True, "blocks"])
-def test_two_planned_modules_in_one_compiled_one(option: Any) -> None:
-    expected = two_steps(lambda: Both(None), None)
-    found = two_steps(lambda: Both(option), None)
-    # calls are constants of what is compiled
-    gradients = [[each for each in left if type(each) is Tensor] for left in (found, expected)]
-    assert_same(*gradients)
+def test_two_planned_modules_in_one_that_the_compiler_gives_up(option: Any) -> None:
+    def make(option: Any) -> Any:
+        torch.compiler.reset()
+        # by this backend no segment may write statistics, so that its frames run as they are
+        both = nn.Sequential(blocks(nn.LayerNorm), blocks(nn.BatchNorm1d))
+        if option is not None:
+            for module in both:
+                zoo.checkpoint(module, option)
+        return torch.compile(both, backend="eager")
+
+    expected = two_steps(lambda: make(None), None)
+    assert_same(two_steps(lambda: make(option), None), expected)
