@@ -256,6 +256,7 @@ def test_a_backward_that_fails_on_fakes_ends_no_training(
     assert "ValueError: not on fakes" in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 @pytest.mark.parametrize("option", [True, "blocks"])
 def test_a_sparse_matrix_made_of_a_parameter(option: Any) -> None:
     assert_same(two_steps(Graph, option), two_steps(Graph, None))
