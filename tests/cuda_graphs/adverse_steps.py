@@ -379,6 +379,21 @@ class Deep:
         self.__dict__[key] = value
 
 
+def step_reading(
+    kept: Deep, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Callable[[Tensor], Tensor]:
+    """Returns a training step whose loss is scaled by a number that two such objects keep."""
+
+    def step(x: Tensor) -> Tensor:
+        loss = kept.get().get() * model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
 ATTRIBUTES = {
     "own": number(Holder, lambda one: one.own, half("own")),
     "of the class": number(

@@ -5,7 +5,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zoo
-from tests.cuda_graphs.adverse_steps import Deep
+from tests.cuda_graphs.adverse_steps import Deep, step_reading
 from tests.cuda_graphs.software_graphs import SoftwareGraphs
 from zoo.cuda_graphs import graphed_step
 
@@ -19,13 +19,7 @@ def trained() -> tuple[list[Tensor], list[str], list[int]]:
     model = DistributedDataParallel(nn.Linear(8, 4))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
-    def step(x: Tensor) -> Tensor:
-        loss = kept.get().get() * model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+    step = step_reading(kept, model, optimizer)
     train = zoo.make_graphed_step(step, model=model, optimizer=optimizer)
     losses, errors, calls = [], [], []
     for number in range(60):

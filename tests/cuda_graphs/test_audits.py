@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zoo
 from tests.cuda_graphs import ranks
-from tests.cuda_graphs.adverse_steps import Deep
+from tests.cuda_graphs.adverse_steps import Deep, step_reading
 from tests.cuda_graphs.software_graphs import SoftwareGraphs
 from tests.processes import results_in
 from zoo.cuda_graphs import graphed_step, step_observer
@@ -149,13 +149,7 @@ def stale(**options: Any) -> tuple[Any, Any, nn.Module]:
     model, kept = nn.Linear(8, 4), Deep(Deep(1.0))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
-    def step(x: Tensor) -> Tensor:
-        loss = kept.get().get() * model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+    step = step_reading(kept, model, optimizer)
     return zoo.make_graphed_step(step, model=model, optimizer=optimizer, **options), kept, model
 
 

@@ -206,25 +206,25 @@ class Handle:
         if original is None:
             original = self._as_of_base()
         assert original is not None, "the reader holds the tensor"
-        self.external = external = external_of(original)
         # autograd refuses writes since then
-        external.version = self.version
+        self._hold(original).version = self.version
+
+    def _hold(self, tensor: Tensor) -> External:
+        """Holds a tensor of the memory in the place of a replay."""
+        self.external = external = external_of(tensor)
         external.has_history, external.is_result = self.has_history, self.was_result
         self.segment.recording.storages.hold(external)
+        return external
 
     def _keep_memory(self) -> None:
         """Keeps the memory that the baseline saves, of which the saved tensor was one or is a copy.
 
         Where that is gone, the handle cannot be opened.
         """
-        storages = self.segment.recording.storages
-        source = storages.still_there(self.value)
+        source = self.segment.recording.storages.still_there(self.value)
         self.is_written = source is None
         if source is not None:
-            view = self.reference.on(source) if type(self.reference) is View else source
-            self.external = external = external_of(view)
-            external.has_history, external.is_result = self.has_history, self.was_result
-            storages.hold(external)
+            self._hold(self.reference.on(source) if type(self.reference) is View else source)
 
     def _as_of_base(self) -> Tensor | None:
         """Returns the saved view made again from its base, if that still exists."""
