@@ -108,7 +108,7 @@ def test_another_tensor_at_the_address_of_one_that_was_freed_is_a_change() -> No
 
 def test_a_forgotten_gradient_is_not_compared_and_others_are() -> None:
     model, _, guards = trained(2)
-    names = {location.name for location in guards.tensors if location.values.is_gradient}
+    names = {location.name for location in guards.tensors if location.watched.is_free}
     model.zero_grad()
     assert "the gradient of" in str(guards.change())
     guards.forget(names)

@@ -14,7 +14,7 @@ import torch
 
 from zoo._torch import PyTree, end_failed_capture
 from zoo.cuda_graphs.audit import AuditSchedule
-from zoo.cuda_graphs.batch import StaticBatch, detached, own_outputs
+from zoo.cuda_graphs.batch import BatchKind, StaticBatch, detached, own_outputs
 from zoo.cuda_graphs.guards import Guards
 from zoo.cuda_graphs.step_observer import Observation
 from zoo.engine.devices import whole_step_captured
@@ -160,9 +160,11 @@ class CapturedStep:
 
     Attributes:
         state, record: what the guards saw and the step did when it was captured.
+        kind: what its batches have in common.
         schedule, right: when its next audits are, and the last call that was known to be right.
     """
 
+    kind: BatchKind
     schedule: AuditSchedule
     right: int
 
@@ -174,20 +176,19 @@ class CapturedStep:
         *,
         state: Guards,
         eager: Observation,
-        unread: set[str],
         pool: Pool,
     ) -> None:
         """Captures the step, of which no kernel runs; if that fails, gradients are as before.
 
         Args:
             eager: what the step did when it began as now.
-            unread: names of tensors in the state that the step replaces without reading them.
         """
+        unread = eager.state.unread
         self.step, self.static, self.state = step, StaticBatch(batch), state
         before = [(location, location.read()) for location in state.tensors]
         try:
             for location in state.tensors:
-                if location.values.is_gradient and location.name in unread:
+                if location.watched.is_free and location.name in unread:
                     # the step drops it, and its memory is not the pool's
                     location.write(None)
             run = functools.partial(self.static.batch.on, step)

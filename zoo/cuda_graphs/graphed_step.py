@@ -16,7 +16,7 @@ at what can be named (`guards`); now and then one runs the step itself, and comp
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,9 +45,9 @@ RARE = 16
 MOST_GRAPHS, MOST_KINDS = 8, 64
 # ways in which calls of a kind may begin that are remembered, as those of micro-batches
 MOST_TRIALS = 4
-# calls beyond the warm-ups that each change something until their kind counts as unstable, and the
-# most calls between two looks at one
-PATIENCE, LONGEST_WAIT = 6, 64
+# calls beyond the warm-ups that each change something until their kind counts as unstable; of so
+# many later calls two in a row are looked at
+PATIENCE, LOOK_EVERY = 6, 32
 CHANGED = """{} is no longer what its CUDA graph does, in call {}: {}. This call is right, and the \
 next ones run eagerly until they are captured anew. Go back to what was saved before; keep what \
 changes in a tensor on the device, pass it with the batch, or call reset() after a change"""
@@ -55,29 +55,21 @@ _log = logging.getLogger("zoo")
 
 
 @dataclass
-class Trial:
-    """An eager call: what Python might read at its begin, and what the step did."""
-
-    state: Guards
-    observation: Observation
-    # whether a later call that began alike did the same
-    is_repeated: bool = False
-
-
-@dataclass
 class Kind:
-    """The calls with batches of a kind, and their graphs."""
+    """The calls with batches of a kind.
+
+    Attributes:
+        trials: the latest eager calls, of which no two began alike.
+        obstacles: how many of the latest calls met one: one that plans, say, counts for nothing.
+        changing: why the latest call could not be captured.
+        misses: how many could not since the latest capture.
+    """
 
     calls: int = 0
-    trials: deque[Trial] = field(default_factory=lambda: deque(maxlen=MOST_TRIALS))
-    graphs: list[CapturedStep] = field(default_factory=list)
-    # how many of the latest calls met an obstacle: one that plans, say, counts for nothing
+    trials: deque[Observation] = field(default_factory=lambda: deque(maxlen=MOST_TRIALS))
     obstacles: int = 0
-    # why the latest call could not be captured, and how many could not since the latest capture
     changing: str = ""
     misses: int = 0
-    # calls that are not observed before the next that is
-    wait: int = 0
 
 
 class GraphedStep:
@@ -131,7 +123,7 @@ class GraphedStep:
         if is_shared:
             difference = self._ranks.learn(difference, self.captures, device)
         if difference is not None:
-            self._drop([*self._graphs])
+            self._graphs.clear()
             for kind in self._kinds.values():
                 kind.trials.clear()
             raise GraphError(CHANGED.format(self._name, self._calls, difference), result=outputs)
@@ -145,18 +137,24 @@ class GraphedStep:
             # which looks at each gradient, as no replay does
             self.eager += 1
             return own_outputs(graphs.run_eagerly(functools.partial(batch.on, self.step))), None
-        kind = self._kind_of(batch)
+        described = BatchKind.of(batch)
+        kind = self._kind_of(described)
         kind.calls += 1
-        valid = (graph for graph in reversed(kind.graphs) if graph.state.change() is None)
-        if (captured := next(valid, None)) is not None:
-            if is_shared if self._ranks.are_many else captured.schedule.is_due():
-                self.audits += 1
-                return captured.audit(graphs, in_own_memory(batch), self._calls)
-        elif (trial := self._trial_to_capture(kind)) is not None:
+        alike = (graph for graph in reversed(self._graphs) if graph.kind == described)
+        captured = next((graph for graph in alike if graph.state.change() is None), None)
+        if captured is None and (trial := self._trial_to_capture(kind)) is not None:
             captured = self._capture(graphs, kind, trial, batch)
-        if captured is not None:
-            return self._replay(captured, batch), None
-        return own_outputs(self._run_eagerly(graphs, kind, in_own_memory(batch))), None
+            captured.kind = described
+        elif captured is not None and (
+            is_shared if self._ranks.are_many else captured.schedule.is_due()
+        ):
+            self.audits += 1
+            return captured.audit(graphs, in_own_memory(batch), self._calls)
+        if captured is None:
+            return own_outputs(self._run_eagerly(graphs, kind, in_own_memory(batch))), None
+        self.replays += 1
+        self._graphs.sort(key=lambda graph: graph is captured)
+        return captured.replay(batch), None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has graphs of its own, which it captures anew."""
@@ -174,36 +172,20 @@ class GraphedStep:
         self._graphs.clear()
         self._pool = None
 
-    def _kind_of(self, batch: Invocation) -> Kind:
-        described = BatchKind.of(batch)
-        kind = self._kinds.pop(described) if described in self._kinds else Kind()
-        self._kinds[described] = kind
+    def _kind_of(self, described: BatchKind) -> Kind:
+        kind = self._kinds[described] = self._kinds.pop(described, None) or Kind()
         for oldest in [*self._kinds][:-MOST_KINDS]:
-            self._drop(self._kinds.pop(oldest).graphs)
+            del self._kinds[oldest]
         return kind
 
-    def _drop(self, graphs: Iterable[CapturedStep]) -> None:
-        for graph in [*graphs]:
-            self._graphs.remove(graph)
-            for kind in self._kinds.values():
-                if graph in kind.graphs:
-                    kind.graphs.remove(graph)
-
-    def _replay(self, captured: CapturedStep, batch: Invocation) -> PyTree:
-        self._graphs.remove(captured)
-        self._graphs.append(captured)
-        self.replays += 1
-        return captured.replay(batch)
-
-    def _trial_to_capture(self, kind: Kind) -> Trial | None:
+    def _trial_to_capture(self, kind: Kind) -> Observation | None:
         """Returns the eager call that began as this one does, if a graph of it would be right."""
         if kind.calls <= self._warm_ups or not kind.trials:
             return None
         if kind.obstacles > 1:
-            obstacle = kind.trials[-1].observation.obstacle
             # so that a program that goes on after a change is looked at anew
-            kind.calls = kind.obstacles = 0
-            kind.trials.clear()
+            self._kinds.popitem()
+            obstacle = kind.trials[-1].obstacle
             raise GraphError(f"{self._name} cannot be a CUDA graph: {obstacle}")
         if kind.calls * RARE < sum(each.calls for each in self._kinds.values()):
             return None
@@ -211,26 +193,18 @@ class GraphedStep:
         return next((trial for trial in trials if trial.state.change() is None), None)
 
     def _capture(
-        self, graphs: DeviceGraphs, kind: Kind, trial: Trial, batch: Invocation
+        self, graphs: DeviceGraphs, kind: Kind, trial: Observation, batch: Invocation
     ) -> CapturedStep:
         self._check_program()
         before = reserved_bytes(device := device_of(self.models[0]))
         # torch 2.11 captures no more into the pool of a capture that has failed
         pool, self._pool = self._pool or graphs.pool(), None
         captured = CapturedStep(
-            graphs,
-            self.step,
-            batch,
-            state=self._state(),
-            eager=trial.observation,
-            unread=trial.state.unread,
-            pool=pool,
+            graphs, self.step, batch, state=self._state(), eager=trial, pool=pool
         )
         captured.right, captured.schedule = self._calls, AuditSchedule(self.check_every)
         self._pool = pool
-        self._drop(self._graphs[: 1 - MOST_GRAPHS] if len(self._graphs) >= MOST_GRAPHS else ())
-        self._graphs.append(captured)
-        kind.graphs.append(captured)
+        self._graphs = [*self._graphs, captured][-MOST_GRAPHS:]
         kind.misses, self.captures = 0, self.captures + 1
         kind.trials.clear()
         shapes = shortened([tuple(tensor.shape) for tensor in batch.tensors])
@@ -247,40 +221,25 @@ class GraphedStep:
     def _run_eagerly(self, graphs: DeviceGraphs, kind: Kind, batch: Invocation) -> PyTree:
         self.eager += 1
         run = functools.partial(graphs.run_eagerly, functools.partial(batch.on, self.step))
-        if kind.wait:
-            kind.wait -= 1
-            return run()
-        alike = (earlier for earlier in reversed(kind.trials) if earlier.state.change() is None)
-        trial = next(alike, None)
-        changed = kind.trials[-1].state.change() if kind.trials and trial is None else None
-        observation = Observation(run, state := self._state(), batch.tensors)
-        # anew in each call: another may read what an earlier one has replaced unread
-        state.forget({location.name for location in observation.replaced})
-        if trial is None:
-            trial = Trial(state, observation)
-            kind.changing = f"{changed} changes from call to call" if changed is not None else ""
-        else:
-            kind.trials.remove(trial)
-            kind.changing = trial.observation.difference(observation) or ""
-            trial = Trial(state, observation, is_repeated=not kind.changing)
-        kind.obstacles = 0 if observation.obstacle is None else kind.obstacles + 1
-        # the latest last
-        kind.trials.append(trial)
-        self._note_miss(kind)
-        return observation.take_outputs()
-
-    def _note_miss(self, kind: Kind) -> None:
-        """Looks less often at a kind that changes from call to call, and says so once."""
-        if kind.trials[-1].is_repeated:
-            return
-        kind.misses += 1
         late = kind.misses - self._warm_ups - PATIENCE
-        if late < 0:
-            return
-        if late % 2 == 1:
-            # two calls in a row are compared
-            kind.wait = min(2 ** (late // 2 + 1), LONGEST_WAIT)
-        if not self._is_warned and kind.changing:
+        if late > 0 and late % LOOK_EVERY > 1:
+            kind.misses += 1
+            return run()
+        changes = [(trial.state.change(), trial) for trial in reversed(kind.trials)]
+        earlier = next((trial for change, trial in changes if change is None), None)
+        trial = Observation(run, self._state(), batch.tensors)
+        # anew in each call: another may read what an earlier one has replaced unread
+        trial.state.forget({location.name for location in trial.replaced})
+        if earlier is None:
+            kind.changing = f"{changes[0][0]} changes from call to call" if changes else ""
+        else:
+            kind.trials.remove(earlier)
+            kind.changing = earlier.difference(trial) or ""
+            trial.is_repeated = not kind.changing
+        kind.trials.append(trial)
+        kind.obstacles = 0 if trial.obstacle is None else kind.obstacles + 1
+        kind.misses += not trial.is_repeated
+        if late >= 0 and kind.changing and not self._is_warned:
             self._is_warned = True
             _log.warning(
                 "%s runs eagerly, not as a CUDA graph: %s. Keep what changes in tensors on the "
@@ -289,6 +248,7 @@ class GraphedStep:
                 self._name,
                 kind.changing,
             )
+        return trial.take_outputs()
 
     def _check_program(self) -> None:
         """Refuses what no graph can do, by its name, where the device has graphs."""

@@ -45,13 +45,7 @@ from zoo._torch import (
     function_modes,
     top_saved_tensors_hooks,
 )
-from zoo.cuda_graphs.watched_values import (
-    ANY,
-    MISSING,
-    ComparedAtOnce,
-    WatchedValues,
-    is_plain,
-)
+from zoo.cuda_graphs.watched_values import MISSING, Snapshot, Watched, is_plain, whereabouts
 from zoo.engine.kernel_settings import TABLE, read_settings
 from zoo.layers.module_hooks import GLOBAL_HOOKS
 from zoo.tracing.planned_forward import PatchedForward
@@ -75,14 +69,9 @@ LIBRARIES = (*sys.stdlib_module_names, "torch", "zoo", "numpy")
 DICT_OF_CLASS: Callable[[type], Mapping[str, Any]] = type.__dict__["__dict__"].__get__
 CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, tuple, deque, set, frozenset)
 # what wraps functions, and where it has them
-WRAPPERS: dict[type, tuple[str, ...]] = {
-    MethodType: ("__self__", "__func__"),
-    functools.partial: ("func", "args", "keywords"),
-    type(functools.lru_cache(print)): ("__wrapped__",),
-    property: ("fget",),
-    staticmethod: ("__func__",),
-    classmethod: ("__func__",),
-}
+CACHED = type(functools.lru_cache(print))
+WRAPPERS = (MethodType, functools.partial, CACHED, property, staticmethod, classmethod)
+WRAPPED = ("__self__", "__func__", "func", "args", "keywords", "__wrapped__", "fget")
 
 
 class Found(NamedTuple):
@@ -105,15 +94,10 @@ class Guards:
     def __init__(self, roots: Mapping[str, Any], device: torch.device) -> None:
         self.device, self.ambient = device, _ambient(device)
         self.unread: set[str] = set()
-        numpy = getattr(sys.modules.get("numpy"), "random", None)
-        drawing = (numpy.Generator, numpy.RandomState, numpy.BitGenerator) if numpy else ()
         self.visitors: dict[Any, Callable[[Found], None]] = {
             Tensor: self._add_parameter,
-            torch.Generator: lambda found: self.generators.append(found.value),
-            (random.Random, *drawing): lambda found: self.host_generators.append(found.value),
-            torch.amp.GradScaler: self._add_scaler,
             CONTAINERS: self._add_container,
-            tuple(WRAPPERS): self._add_wrapper,
+            WRAPPERS: self._add_wrapper,
             PatchedForward: self._add_plan,
             FunctionType: self._add_function,
             type: self._add_class,
@@ -124,22 +108,28 @@ class Guards:
         count = -1
         while count != len(self.names):
             count = len(self.names)
-            self.values: list[WatchedValues] = []
+            self.watched: list[Watched] = []
             self.empty: list[Found] = []
-            self.generators: list[torch.Generator] = []
-            self.host_generators: list[Any] = []
-            self.scalers: list[str] = []
             # keeps each object alive, so that its id is not reused
-            self.seen: dict[int, Any] = {}
+            self.seen: dict[int, Found] = {}
             self.waiting: deque[Found] = deque()
             for root in roots.items():
                 self.waiting.append(Found(*root))
                 while self.waiting:
                     self._visit(self.waiting.popleft())
-        self.seen.clear()
         self.hollow = [found.value for found in self.empty]
-        self.compared: ComparedAtOnce | None = None
-        self.tensors = [location for values in self.values for location in values.locations()]
+        numpy = getattr(sys.modules.get("numpy"), "random", None)
+        drawing = (numpy.Generator, numpy.RandomState, numpy.BitGenerator) if numpy else ()
+        self.generators = [found.value for found in self._seen(torch.Generator)]
+        self.host_generators = [found.value for found in self._seen(random.Random, *drawing)]
+        scalers = self._seen(torch.amp.GradScaler)
+        self.scalers = [found.name for found in scalers if found.value.is_enabled()]
+        whole = self._seen(*WHOLE)
+        kinds = functools.partial(map, type, [found.value for found in whole])
+        self.watched.append(Watched("", (kinds,), [found.name for found in whole]))
+        self.seen.clear()
+        self.snapshot = Snapshot(self.watched)
+        self.tensors = [*self.snapshot.locations()]
         known: Counter[str] = Counter()
         for location in self.tensors:
             # names are unique
@@ -154,36 +144,31 @@ class Guards:
             return next(f"{name} ({was}, now {new})" for name, was, new in pairs if was != new)
         if any(self.hollow):
             return next(f"{name} (empty, now not)" for name, values, _ in self.empty if values)
-        if self.compared is None:
-            self.compared = ComparedAtOnce(self.values)
-        return self.compared.change()
+        return self.snapshot.change()
 
     def changed_by_step(self) -> str | None:
         """Says which value the step has changed, which replays would leave as it is."""
-        # a step that takes from an iterator is no graph, but runs eagerly
-        kept = (each for each in self.values if not (each.is_gradient or each.is_iterator))
-        changes = (values.change(by_step=True) for values in kept)
-        return next((change for change in changes if change is not None), None)
+        return self.snapshot.change(by_step=True)
 
     def forget(self, names: set[str]) -> None:
         """Compares tensors of these names no longer: the step does not read them."""
         self.unread |= names
-        for location in (each for each in self.tensors if each.name in names):
-            location.values.before[location.index] = ANY
+        self.snapshot.forget(location.at for location in self.tensors if location.name in names)
         self.tensors = [location for location in self.tensors if location.name not in names]
-        self.compared = None
+
+    def _seen(self, *kinds: type) -> list[Found]:
+        return [found for found in self.seen.values() if issubclass(type(found.value), kinds)]
 
     def _visit(self, found: Found) -> None:
         kind, is_new = type(found.value), id(found.value) not in self.seen
         if is_new and found.depth <= DEEPEST and not is_plain(found.value):
-            self.seen[id(found.value)] = found.value
+            self.seen[id(found.value)] = found
             next(visit for base, visit in self.visitors.items() if issubclass(kind, base))(found)
 
     def _watch(
         self, found: Found, sources: Any, keys: Iterable[Any] = (), write: Any = None
     ) -> None:
-        watched = WatchedValues(found.name, sources, (*keys,), write)
-        self.values.append(watched)
+        self.watched.append(watched := Watched(found.name, sources, (*keys,), write))
         for index, value in enumerate(watched.read()):
             self.waiting.append(Found(watched.name_of(index), value, found.depth + 1))
 
@@ -192,9 +177,6 @@ class Guards:
         if keys := (*dict.fromkeys(keys),):
             read = functools.partial(map, mapping.get, keys, itertools.repeat(MISSING))
             self._watch(found, (read,), keys, getattr(mapping, "__setitem__", None))
-
-    def _add_scaler(self, found: Found) -> None:
-        self.scalers += [found.name] * found.value.is_enabled()
 
     def _add_container(self, found: Found) -> None:
         values = found.value
@@ -211,25 +193,26 @@ class Guards:
             parts = base.values.__get__(values), base.__iter__.__get__(values)
             self._watch(found, parts, dict(values), write)
         else:
-            self._watch(found, (base.__iter__.__get__(values),), range(length), write)
+            # itself as their end: a value that moves on to the next list is another entry there
+            parts = base.__iter__.__get__(values), (values,).__iter__
+            self._watch(found, parts, range(length), write)
         if type(values) is not base:
             self._add_object(found)
 
     def _add_wrapper(self, found: Found) -> None:
-        kind = next(kind for kind in WRAPPERS if issubclass(type(found.value), kind))
         # it is no level of its own
-        self.waiting += (found._replace(value=getattr(found.value, key)) for key in WRAPPERS[kind])
+        self.waiting += (found._replace(value=getattr(found.value, key, None)) for key in WRAPPED)
 
     def _add_plan(self, found: Found) -> None:
         name = f"the plan of {found.name.removesuffix('.forward')}"
-        self.values.append(WatchedValues(name, (lambda: (found.value.latest,),)))
+        self.watched.append(Watched(name, (lambda: (found.value.latest,),)))
 
     def _add_parameter(self, found: Found) -> None:
         name, tensor, _ = found
         if tensor.is_leaf and tensor.requires_grad:
             gradient, write = f"the gradient of {name}", functools.partial(setattr, tensor)
             read = functools.partial(map, GRADIENT, (tensor,))
-            self.values.append(WatchedValues(gradient, (read,), ("grad",), write))
+            self.watched.append(Watched(gradient, (read,), ("grad",), write, is_free=True))
             hooks = functools.partial(HOOKS_OF_PARAMETER, tensor)
             self._watch(Found(f"the hooks of {name}", None), (hooks,))
 
@@ -237,8 +220,8 @@ class Guards:
         name, value, depth = found
         kind, own = type(value), attributes_of(value)
         if _is_iterator(kind):
-            position = functools.partial(_position, value)
-            self.values.append(WatchedValues(name, (position,), ("next",)))
+            position = (lambda: ((*_position(value),),),)
+            self.watched.append(Watched(name, position, is_free=True))
         module = own.get("__name__") if issubclass(kind, ModuleType) else _module_of(kind)
         if not (issubclass(kind, WHOLE) or _is_own(str(module))):
             return
@@ -246,8 +229,7 @@ class Guards:
             # before they are met under a longer name; no module is too deep
             self.waiting += (Found(name, own.get(part)) for part in UNNAMED)
         if issubclass(kind, WHOLE) and not issubclass(kind, DistributedDataParallel):
-            parts = own.values, own.__iter__, functools.partial(map, type, (value,))
-            self._watch(Found(name, None), parts, own, own.__setitem__)
+            self._watch(Found(name, None), (own.values, own.__iter__), own, own.__setitem__)
         else:
             # also those of the class, in front of which one of the object may come
             keys = (*own, *(key for owner in kind.__mro__ for key in DICT_OF_CLASS(owner)))
@@ -310,14 +292,12 @@ def _position(iterator: Any, depth: int = 0) -> Iterator[Any]:
     # one that goes round does not tell, and is never where it was
     is_told = type(iterator) is not itertools.cycle
     yield (operator.length_hint(iterator) or repr(iterator)) if is_told else object()
-    for value in gc.get_referents(iterator):
-        yield value
-        if depth < DEEPEST and _is_iterator(type(value)):
-            yield from _position(value, depth + 1)
-        elif type(value) is tuple:
-            # such as those of `zip`
-            others = (each for each in value if _is_iterator(type(each)))
-            yield from (where for each in others for where in _position(each, DEEPEST))
+    for value in gc.get_referents(iterator) if depth <= DEEPEST else ():
+        yield whereabouts(value) or value
+        # also those of `zip`
+        others = value if type(value) is tuple else (value,)
+        for other in (other for other in others if _is_iterator(type(other))):
+            yield from _position(other, depth + 1)
 
 
 def _contents(cell: CellType) -> Any:

@@ -100,10 +100,13 @@ class Observation:
         storages: storages from before the step that kernels read, by their addresses.
         outside: the ones among them in which no tensor of the state lies.
         replaced: where tensors were kept that the step has replaced without reading them.
+        is_repeated: whether an earlier step began as this one, and did the same.
     """
 
+    is_repeated = False
+
     def __init__(self, step: Callable[[], PyTree], state: Guards, batch: Iterable[Tensor]) -> None:
-        device = state.device
+        self.state, device = state, state.device
         self.obstacle: str | None = None
         self.calls: list[ObservedKernel] = []
         self.storages: dict[int, UntypedStorage] = {}

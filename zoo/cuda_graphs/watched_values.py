@@ -25,8 +25,8 @@ PLAIN: tuple[Any, ...] = (
     float, int, complex, str, bytes, types.NoneType, torch.dtype, torch.device, torch.layout,
     torch.memory_format,
 )  # fmt: skip
-# what a variable without a value has, and what stands for a tensor that is not compared
-MISSING, ANY = object(), object()
+# what a variable without a value has
+MISSING = object()
 # tensors without code of the program, and what says where they lie, once they have memory
 PLAIN_TENSORS = (Tensor, nn.Parameter)
 PLACES: tuple[Callable[[Any], Any], ...] = (
@@ -46,9 +46,10 @@ def is_same(value: Any, other: Any, depth: int = DEEPEST_TUPLE) -> bool:
     """Compares plain values by type and bits, tuples by what is in them, others by identity."""
     kind = type(value)
     if kind is Whereabouts:
-        return bool(value == whereabouts(other))
-    if value is other or value is ANY or kind is not type(other):
-        return value is other or value is ANY
+        other = whereabouts(other) or other
+        return type(other) is kind and bool(value == other)
+    if value is other or kind is not type(other):
+        return value is other
     if issubclass(kind, float):
         # -0.0 is not 0.0, and nan is nan
         return float.hex(value) == float.hex(other)
@@ -59,8 +60,7 @@ def is_same(value: Any, other: Any, depth: int = DEEPEST_TUPLE) -> bool:
         pair = (*tuple.__iter__(value),), (*tuple.__iter__(other),)
         alike = depth > 0 and len(pair[0]) == len(pair[1])
         return alike and all(is_same(one, two, depth - 1) for one, two in zip(*pair, strict=True))
-    is_bound = kind is types.MethodType and value.__self__ is other.__self__
-    return bool(is_bound and value.__func__ is other.__func__)
+    return False
 
 
 class Whereabouts(NamedTuple):
@@ -90,32 +90,20 @@ def whereabouts(tensor: Any) -> Whereabouts | None:
     return Whereabouts(address, geometry, tensor.requires_grad, identity, ref(storage))
 
 
-class WatchedValues:
-    """The values that a container, an object or a function holds, as they were.
+@dataclass(eq=False)
+class Watched:
+    """A container, an object or a function, and how its values are read and written.
 
     Attributes:
-        sources: what hands them out, one part after the other.
+        sources: what hands out the values, one part after the other.
+        is_free: whether a step may change them: a gradient, or where an iterator is.
     """
 
-    def __init__(
-        self,
-        name: str,
-        sources: tuple[Callable[[], Iterable[Any]], ...],
-        keys: Sequence[Any] = (),
-        write: Any = None,
-    ) -> None:
-        self.name, self.sources, self.keys, self.write = name, sources, keys, write
-        self.is_gradient, self.is_iterator = keys == ("grad",), keys == ("next",)
-        found = self.read()
-        self.before = [whereabouts(value) or value for value in found]
-        # of tensors that are of no class of the program
-        self.places = {
-            index: (ref(value), *(read(value) for read in PLACES))
-            for index, (value, where) in enumerate(zip(found, self.before, strict=True))
-            if type(value) in PLAIN_TENSORS and where.geometry
-        }
-        # their numbers are not reused
-        self.parameters = [each for each in found if issubclass(type(each), nn.Parameter)]
+    name: str
+    sources: tuple[Callable[[], Iterable[Any]], ...]
+    keys: Sequence[Any] = ()
+    write: Any = None
+    is_free: bool = False
 
     def read(self) -> list[Any]:
         """Returns the values that are there now."""
@@ -123,104 +111,112 @@ class WatchedValues:
 
     def name_of(self, index: int) -> str:
         """Returns the name of the value at an index."""
-        is_named = index < len(self.keys) and not (self.is_gradient or self.is_iterator)
-        key = self.keys[index] if is_named else None
+        key = self.keys[index] if index < len(self.keys) and not self.is_free else None
         if type(key) is not str:
             return self.name if key is None else f"{self.name}[{index}]"
         return f"{self.name}.{key}" if self.name else key
-
-    def change(self, by_step: bool = False) -> str | None:
-        """Says which value was and is now another; `by_step`, but for tensors."""
-        now = self.read()
-        if len(now) != len(self.before):
-            return f"{self.name} ({len(self.before)} entries, now {len(now)})"
-        for index, (before, value) in enumerate(zip(self.before, now, strict=True)):
-            if before is value or is_same(before, value):
-                continue
-            after = whereabouts(value) if by_step and type(before) is Whereabouts else None
-            if after is None or after.identity != before.identity:
-                name, are_plain = self.name_of(index), is_plain(before) and is_plain(value)
-                text = f" ({shortened(before)}, now {shortened(value)})" if are_plain else ""
-                return name + text
-        return None
-
-    def locations(self) -> Iterator["TensorLocation"]:
-        """Yields where tensors are among the values, and where a gradient may be."""
-        for index, before in enumerate(self.before[: len(self.keys)]):
-            if self.write and (type(before) is Whereabouts or self.is_gradient):
-                storage = before.address if type(before) is Whereabouts else -1
-                yield TensorLocation(self, index, self.name_of(index), storage)
 
 
 def _values(sources: Iterable[Callable[[], Iterable[Any]]]) -> list[Any]:
     return [*itertools.chain.from_iterable(map(operator.call, sources))]
 
 
-class ComparedAtOnce:
-    """All watched values, which are compared without a call of Python for each of them.
+class Snapshot:
+    """All that is watched, as it was, in one list that is read and compared at once.
 
-    Those are looked at one by one that are no longer the same objects, such as a number that is
-    computed anew, and tensors that are not where they were.
+    No Python runs for each value. Those are looked at one by one that are other objects now, such
+    as a number that is computed anew, and tensors if one of them is not where it was.
     """
 
-    def __init__(self, watched: Sequence[WatchedValues]) -> None:
-        self.watched = watched
+    def __init__(self, watched: Sequence[Watched]) -> None:
+        self.watched, found = watched, [each.read() for each in watched]
+        self.lengths = [*map(len, found)]
+        pairs = zip(watched, self.lengths, strict=True)
+        self.owners = [(each, index) for each, length in pairs for index in range(length)]
         self.sources = [source for each in watched for source in each.sources]
-        self.owners = [each for each in watched for _ in each.before]
-        self.objects = [value for each in watched for value in each.before]
-        # those that are not compared here
-        self.skipped = [at for at, value in enumerate(self.objects) if value is ANY]
-        # tensors, each once, where they are among the objects, and where they lie
-        self.positions: list[tuple[int, int]] = []
-        found: dict[int, tuple[int, Any, list[Any]]] = {}
-        indices = itertools.chain.from_iterable(range(len(each.before)) for each in watched)
-        for at, (index, owner) in enumerate(zip(indices, self.owners, strict=True)):
-            if type(self.objects[at]) is Whereabouts and index in owner.places:
-                tensor, *place = owner.places[index]
-                number, *_ = found.setdefault(id(tensor), (len(found), tensor, place))
-                self.positions.append((at, number))
-        self.tensors = [tensor for _, tensor, _ in found.values()]
-        places = [place for *_, place in found.values()]
-        self.places = [[*each] for each in zip(*places, strict=True)] or [[] for _ in PLACES]
+        now = [*itertools.chain.from_iterable(found)]
+        self.before = [whereabouts(value) or value for value in now]
+        self.indices = [*range(len(now))]
+        # their numbers are not reused
+        self.parameters = [value for value in now if issubclass(type(value), nn.Parameter)]
+        # those of no class of the program, weakly, and where they lie
+        plain = (at for at, value in enumerate(now) if type(value) in PLAIN_TENSORS)
+        plain = (at for at in plain if self.before[at].geometry)
+        self.placed = {at: (ref(now[at]), *(read(now[at]) for read in PLACES)) for at in plain}
+        self.forgotten: set[int] = set()
+        self.forget(())
 
-    def change(self) -> str | None:
-        """Says which value is not as it was; None if all are."""
-        now, suspects = _values(self.sources), self.watched
+    def forget(self, indices: Iterable[int]) -> None:
+        """Compares the values at some indices no longer."""
+        self.forgotten.update(indices)
+        placed = {at: each for at, each in self.placed.items() if at not in self.forgotten}
+        each_once = {id(tensor): (tensor, *place) for tensor, *place in placed.values()}
+        numbers = {identity: number for number, identity in enumerate(each_once)}
+        self.positions = [(at, numbers[id(tensor)]) for at, (tensor, *_) in placed.items()]
+        columns = ([row[n] for row in each_once.values()] for n in range(len(PLACES) + 1))
+        self.tensors, *self.places = columns
+
+    def change(self, by_step: bool = False) -> str | None:
+        """Says which value is not as it was; `by_step`, of those that replays would leave."""
+        now = _values(self.sources)
+        if len(now) != len(self.before):
+            pairs = zip(self.watched, self.lengths, strict=True)
+            changed = (each.name for each, length in pairs if len(each.read()) != length)
+            return f"{next(changed, 'a container')} (other entries)"
         with DisableTorchFunction():
-            tensors = [*map(operator.call, self.tensors)]
-            if len(now) == len(self.objects) and self._are_in_place(tensors):
-                expected = [*self.objects]
-                for index, number in self.positions:
-                    expected[index] = tensors[number]
-                for index in self.skipped:
-                    expected[index] = now[index]
-                others = itertools.compress(self.owners, map(operator.is_not, now, expected))
-                # as owners of tensors of other classes always are, which are no places
-                suspects = [*dict.fromkeys(others)]
-        changes = (watched.change() for watched in suspects)
-        return next((change for change in changes if change is not None), None)
+            are_other = map(operator.is_not, now, self._expected(now))
+            suspects = itertools.compress(self.indices, are_other)
+            at = next((at for at in suspects if self._is_changed(at, now[at], by_step)), None)
+        if at is None:
+            return None
+        (watched, index), pair = self.owners[at], (self.before[at], now[at])
+        text = " ({}, now {})".format(*map(shortened, pair)) if all(map(is_plain, pair)) else ""
+        return watched.name_of(index) + text
 
-    def _are_in_place(self, tensors: list[Any]) -> bool:
-        # one that is gone, or has other memory than the strided one, has none of these
+    def locations(self) -> Iterator["TensorLocation"]:
+        """Yields where tensors are among the values, and where a gradient may be."""
+        for at, (watched, index) in enumerate(self.owners):
+            before, is_value = self.before[at], index < len(watched.keys)
+            if watched.write and is_value and (type(before) is Whereabouts or watched.is_free):
+                storage = before.address if type(before) is Whereabouts else -1
+                yield TensorLocation(watched, index, watched.name_of(index), storage, at)
+
+    def _expected(self, now: list[Any]) -> list[Any]:
+        """Returns the objects that are to be there; tensors if all of them are where they were."""
+        expected, tensors = [*self.before], [*map(operator.call, self.tensors)]
+        # one that is gone, or has other memory than the strided one, has no places
         with contextlib.suppress(TypeError, RuntimeError):
-            return [[*map(read, tensors)] for read in PLACES] == self.places
-        return False
+            if [[*map(read, tensors)] for read in PLACES] == self.places:
+                for at, number in self.positions:
+                    expected[at] = tensors[number]
+        for at in self.forgotten:
+            expected[at] = now[at]
+        return expected
+
+    def _is_changed(self, at: int, value: Any, by_step: bool) -> bool:
+        before = self.before[at]
+        if is_same(before, value) or (by_step and self.owners[at][0].is_free):
+            return False
+        after = whereabouts(value) if by_step and type(before) is Whereabouts else None
+        return after is None or after.identity != before.identity
 
 
 @dataclass(eq=False)
 class TensorLocation:
     """Where a tensor or a gradient is kept, and the address of the storage that it had, or -1."""
 
-    values: WatchedValues
+    watched: Watched
     index: int
     name: str
     storage: int
+    # its index in the snapshot
+    at: int
 
     def read(self) -> Any:
         """Returns what is there now."""
-        now = self.values.read()
+        now = self.watched.read()
         return now[self.index] if self.index < len(now) else None
 
     def write(self, tensor: Any) -> None:
         """Puts a tensor there, or None."""
-        self.values.write(self.values.keys[self.index], tensor)
+        self.watched.write(self.watched.keys[self.index], tensor)
