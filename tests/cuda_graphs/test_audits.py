@@ -205,7 +205,7 @@ def test_a_wrong_distance_is_named(value: Any) -> None:
 def test_an_audit_that_skips_something_would_be_noticed(
     mutant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    value = step_observer._Observer.value
+    value = step_observer.Observation.value
 
     def skipping(self: Any, leaf: object) -> object:
         found = value(self, leaf)
@@ -236,7 +236,7 @@ def test_an_audit_that_skips_something_would_be_noticed(
         return False
 
     assert is_noticed()
-    monkeypatch.setattr(step_observer._Observer, "value", skipping)
+    monkeypatch.setattr(step_observer.Observation, "value", skipping)
     assert not is_noticed()
 
 

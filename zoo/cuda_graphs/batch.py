@@ -13,7 +13,7 @@ from zoo._torch import DisableTorchFunction, PyTree, is_traceable_wrapper_subcla
 from zoo.cuda_graphs.watched_values import PLAIN, is_plain
 from zoo.errors import GraphError, shortened
 from zoo.invocation import Invocation
-from zoo.profiling.tensor_spec import flattened, tensors_held_by
+from zoo.profiling.tensor_spec import flattened
 
 
 class BatchKind(NamedTuple):
@@ -49,15 +49,10 @@ def check_batch(batch: Invocation, device: torch.device) -> None:
     for leaf in flattened((batch.args, batch.kwargs))[0]:
         if isinstance(leaf, Tensor):
             _check_tensor(leaf, device)
-        elif tensors_held_by(leaf):
-            raise GraphError(
-                "a graphed step copies the numbers of tensors in tuples, lists and dicts; got "
-                f"{type(leaf).__name__}, an object that holds tensors. Pass its tensors"
-            )
         elif not is_plain(leaf):
             raise GraphError(
                 f"a graphed step takes tensors and plain values; got {shortened(leaf)}, whose "
-                "changes a replay would not see. Let the step find it elsewhere"
+                "changes a replay would not see. Pass its tensors, or let the step find it"
             )
 
 

@@ -164,7 +164,6 @@ class CapturedStep:
         schedule, right: when its next audits are, and the last call that was known to be right.
     """
 
-    kind: BatchKind
     schedule: AuditSchedule
     right: int
 
@@ -185,6 +184,7 @@ class CapturedStep:
         """
         unread = eager.state.unread
         self.step, self.static, self.state = step, StaticBatch(batch), state
+        self.kind = BatchKind.of(batch)
         before = [(location, location.read()) for location in state.tensors]
         try:
             for location in state.tensors:

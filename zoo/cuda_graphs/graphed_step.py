@@ -138,13 +138,14 @@ class GraphedStep:
             self.eager += 1
             return own_outputs(graphs.run_eagerly(functools.partial(batch.on, self.step))), None
         described = BatchKind.of(batch)
-        kind = self._kind_of(described)
+        kind = self._kinds[described] = self._kinds.pop(described, Kind())
         kind.calls += 1
+        if len(self._kinds) > MOST_KINDS:
+            del self._kinds[next(iter(self._kinds))]
         alike = (graph for graph in reversed(self._graphs) if graph.kind == described)
         captured = next((graph for graph in alike if graph.state.change() is None), None)
         if captured is None and (trial := self._trial_to_capture(kind)) is not None:
             captured = self._capture(graphs, kind, trial, batch)
-            captured.kind = described
         elif captured is not None and (
             is_shared if self._ranks.are_many else captured.schedule.is_due()
         ):
@@ -171,12 +172,6 @@ class GraphedStep:
         self._kinds.clear()
         self._graphs.clear()
         self._pool = None
-
-    def _kind_of(self, described: BatchKind) -> Kind:
-        kind = self._kinds[described] = self._kinds.pop(described, None) or Kind()
-        for oldest in [*self._kinds][:-MOST_KINDS]:
-            del self._kinds[oldest]
-        return kind
 
     def _trial_to_capture(self, kind: Kind) -> Observation | None:
         """Returns the eager call that began as this one does, if a graph of it would be right."""
@@ -215,14 +210,17 @@ class GraphedStep:
 
     def _state(self) -> Guards:
         # what is walked first names what others share with it
-        roots = {**_numbered("model", self.models), **_numbered("optimizer", self.optimizers)}
+        roots: dict[str, Any] = {}
+        for name, parts in (("model", self.models), ("optimizer", self.optimizers)):
+            names = [f"{name} {number}" for number in range(len(parts))]
+            roots |= zip(names if len(parts) > 1 else [name], parts, strict=False)
         return Guards(roots | {self._name: self.step}, device_of(self.models[0]))
 
     def _run_eagerly(self, graphs: DeviceGraphs, kind: Kind, batch: Invocation) -> PyTree:
         self.eager += 1
         run = functools.partial(graphs.run_eagerly, functools.partial(batch.on, self.step))
-        late = kind.misses - self._warm_ups - PATIENCE
-        if late > 0 and late % LOOK_EVERY > 1:
+        is_unstable = kind.misses >= self._warm_ups + PATIENCE
+        if is_unstable and kind.misses % LOOK_EVERY > 1:
             kind.misses += 1
             return run()
         changes = [(trial.state.change(), trial) for trial in reversed(kind.trials)]
@@ -239,7 +237,7 @@ class GraphedStep:
         kind.trials.append(trial)
         kind.obstacles = 0 if trial.obstacle is None else kind.obstacles + 1
         kind.misses += not trial.is_repeated
-        if late >= 0 and kind.changing and not self._is_warned:
+        if is_unstable and kind.changing and not self._is_warned:
             self._is_warned = True
             _log.warning(
                 "%s runs eagerly, not as a CUDA graph: %s. Keep what changes in tensors on the "
@@ -277,11 +275,6 @@ class GraphedStep:
                     "DistributedDataParallel(find_unused_parameters=True) looks for them on the "
                     "host in each step, which replays would not do; leave it out"
                 )
-
-
-def _numbered(name: str, parts: Sequence[Any]) -> dict[str, Any]:
-    """Names parts, with numbers where there are several."""
-    return {f"{name} {n}" if len(parts) > 1 else name: part for n, part in enumerate(parts)}
 
 
 def has_graphs(device: torch.device) -> bool:

@@ -18,17 +18,9 @@ import itertools
 import operator
 import random
 import sys
+import types
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import (
-    CellType,
-    CodeType,
-    FunctionType,
-    MethodType,
-    ModuleType,
-    SimpleNamespace,
-    WrapperDescriptorType,
-)
 from typing import Any, NamedTuple
 
 import torch
@@ -52,13 +44,14 @@ from zoo.tracing.planned_forward import PatchedForward
 
 # containers in containers, and objects in objects, that are looked into; numbers of one, at most
 DEEPEST, MOST_VALUES = 6, 4096
-# objects whose attributes are all compared
-NAMESPACES = (SimpleNamespace, argparse.Namespace)
-WHOLE = (nn.Module, Optimizer, LRScheduler, Distribution, *NAMESPACES)
-# parts of a module that the names of what is in them leave out
-UNNAMED = ("_parameters", "_buffers", "_modules")
-# attributes of torch's wrapper, whose others are notes of its own on each step
-OF_PARALLEL = ("training", "_modules", "_forward_hooks", "require_backward_grad_sync")
+# objects whose attributes are all compared, and some whose others are notes of their own on a step
+WHOLE = nn.Module, Optimizer, LRScheduler, Distribution, types.SimpleNamespace, argparse.Namespace
+NAMED: dict[type, tuple[str, ...]] = {
+    DistributedDataParallel: (
+        *("training", "_modules", "_forward_hooks", "require_backward_grad_sync"),
+    ),
+    PatchedForward: ("latest",),
+}
 GRADIENT = operator.attrgetter("grad")
 HOOKS_OF_PARAMETER = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 HOOKS_OF_ALL = (*GLOBAL_HOOKS, HOOKS_OF_ALL_STEPS, HOOKS_AFTER_ALL_STEPS)
@@ -70,7 +63,7 @@ DICT_OF_CLASS: Callable[[type], Mapping[str, Any]] = type.__dict__["__dict__"]._
 CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, tuple, deque, set, frozenset)
 # what wraps functions, and where it has them
 CACHED = type(functools.lru_cache(print))
-WRAPPERS = (MethodType, functools.partial, CACHED, property, staticmethod, classmethod)
+WRAPPERS = (types.MethodType, functools.partial, CACHED, property, staticmethod, classmethod)
 WRAPPED = ("__self__", "__func__", "func", "args", "keywords", "__wrapped__", "fget")
 
 
@@ -88,7 +81,6 @@ class Guards:
     Attributes:
         tensors: where tensors and gradients are, but for those `unread`, which are not compared.
         generators, host_generators: what draws random numbers, of torch and others.
-        scalers: names of the GradScalers in use.
     """
 
     def __init__(self, roots: Mapping[str, Any], device: torch.device) -> None:
@@ -98,8 +90,7 @@ class Guards:
             Tensor: self._add_parameter,
             CONTAINERS: self._add_container,
             WRAPPERS: self._add_wrapper,
-            PatchedForward: self._add_plan,
-            FunctionType: self._add_function,
+            types.FunctionType: self._add_function,
             type: self._add_class,
             object: self._add_object,
         }
@@ -122,8 +113,6 @@ class Guards:
         drawing = (numpy.Generator, numpy.RandomState, numpy.BitGenerator) if numpy else ()
         self.generators = [found.value for found in self._seen(torch.Generator)]
         self.host_generators = [found.value for found in self._seen(random.Random, *drawing)]
-        scalers = self._seen(torch.amp.GradScaler)
-        self.scalers = [found.name for found in scalers if found.value.is_enabled()]
         whole = self._seen(*WHOLE)
         kinds = functools.partial(map, type, [found.value for found in whole])
         self.watched.append(Watched("", (kinds,), [found.name for found in whole]))
@@ -203,10 +192,6 @@ class Guards:
         # it is no level of its own
         self.waiting += (found._replace(value=getattr(found.value, key, None)) for key in WRAPPED)
 
-    def _add_plan(self, found: Found) -> None:
-        name = f"the plan of {found.name.removesuffix('.forward')}"
-        self.watched.append(Watched(name, (lambda: (found.value.latest,),)))
-
     def _add_parameter(self, found: Found) -> None:
         name, tensor, _ = found
         if tensor.is_leaf and tensor.requires_grad:
@@ -222,20 +207,19 @@ class Guards:
         if _is_iterator(kind):
             position = (lambda: ((*_position(value),),),)
             self.watched.append(Watched(name, position, is_free=True))
-        module = own.get("__name__") if issubclass(kind, ModuleType) else _module_of(kind)
-        if not (issubclass(kind, WHOLE) or _is_own(str(module))):
-            return
-        if issubclass(kind, nn.Module):
-            # before they are met under a longer name; no module is too deep
-            self.waiting += (Found(name, own.get(part)) for part in UNNAMED)
-        if issubclass(kind, WHOLE) and not issubclass(kind, DistributedDataParallel):
+        named = next((NAMED[base] for base in NAMED if issubclass(kind, base)), None)
+        if named is not None:
+            return self._watch_keys(Found(name, None), own, named)
+        module = own.get("__name__") if issubclass(kind, types.ModuleType) else _module_of(kind)
+        if issubclass(kind, WHOLE):
+            # no module is too deep
             self._watch(Found(name, None), (own.values, own.__iter__), own, own.__setitem__)
-        else:
+        elif _is_own(str(module)):
             # also those of the class, in front of which one of the object may come
             keys = (*own, *(key for owner in kind.__mro__ for key in DICT_OF_CLASS(owner)))
-            is_parallel = issubclass(kind, DistributedDataParallel)
-            named = OF_PARALLEL if is_parallel else filter(self.names.__contains__, keys)
-            self._watch_keys(found, own, named)
+            self._watch_keys(found, own, filter(self.names.__contains__, keys))
+        else:
+            return
         for owner in kind.__mro__:
             self._visit(Found(name, owner, depth))
 
@@ -243,7 +227,7 @@ class Guards:
         """Watches methods and attributes of a user's class: those named, and what Python calls."""
         own = DICT_OF_CLASS(found.value)
         if _is_own(_module_of(found.value)):
-            called = (key for key, value in own.items() if isinstance(value, FunctionType))
+            called = (key for key, value in own.items() if isinstance(value, types.FunctionType))
             called = (key for key in called if key == "forward" or key.startswith("__"))
             self._watch_keys(found, own, (*filter(self.names.__contains__, own), *called))
 
@@ -265,13 +249,13 @@ class Guards:
 
 
 @functools.cache
-def names_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """Returns the globals, and all names, also as strings, in code and in functions in it."""
     loads = ((step.opname, step.argval) for step in dis.get_instructions(code))
     variables = frozenset(name for kind, name in loads if kind in ("LOAD_GLOBAL", "LOAD_NAME"))
     texts = (text for text in code.co_consts if type(text) is str and text.isidentifier())
     names = frozenset((*code.co_names, *texts))
-    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    inner = [names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
     return variables.union(*(v for v, _ in inner)), names.union(*(n for _, n in inner))
 
 
@@ -284,7 +268,7 @@ def attributes_of(value: Any) -> Any:
 
 def _is_iterator(kind: type) -> bool:
     """Returns whether a class is one of Python's own iterators, or of generators."""
-    return type(DICT_OF_CLASS(kind).get("__next__")) is WrapperDescriptorType
+    return type(DICT_OF_CLASS(kind).get("__next__")) is types.WrapperDescriptorType
 
 
 def _position(iterator: Any, depth: int = 0) -> Iterator[Any]:
@@ -300,7 +284,7 @@ def _position(iterator: Any, depth: int = 0) -> Iterator[Any]:
             yield from _position(other, depth + 1)
 
 
-def _contents(cell: CellType) -> Any:
+def _contents(cell: types.CellType) -> Any:
     with contextlib.suppress(ValueError):
         return cell.cell_contents
     return MISSING

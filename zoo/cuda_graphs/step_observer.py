@@ -11,10 +11,12 @@ tensor, kernels on the host or copies from it, numbers drawn on the host, and va
 itself changes, which replays would leave as they are.
 """
 
+import itertools
 import os
 import pickle
 import random
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
@@ -43,6 +45,7 @@ LIFTED = "aten::lift_fresh"
 # files of torch in which a kernel has a way out of its own
 WAYS_OUT = {
     "clip_grad.py": "pass error_if_nonfinite=False",
+    "grad_scaler.py": "use bfloat16, which needs no GradScaler to decide whether to step",
     "swa_utils.py": "call update_parameters after the step",
 }
 KEEP_ON_DEVICE = "keep it on the device: with torch.where, masks, or an index of fixed size"
@@ -68,31 +71,25 @@ class Operand(NamedTuple):
 UNSEEN = Operand("a tensor of the step")
 
 
-class ObservedKernel(NamedTuple):
-    """A kernel that ran, and its arguments: plain values, and operands for tensors."""
-
-    name: str
-    values: tuple[object, ...]
-
-    def difference(self, other: "ObservedKernel", now: str) -> str | None:
-        """Returns how another call differs, which is `now`; None if it does not."""
-        if self.name != other.name:
-            return f"it runs {self.name}, and {other.name} {now}"
-        for value, later in zip(self.values, other.values, strict=False):
-            # most are operands, whose parts have types of their own
-            if not (type(value) is Operand and value == later) and not is_same(value, later):
-                return f"{self.name} is given {_text(value)}, and {_text(later)} {now}"
-        if len(self.values) != len(other.values):
-            return f"{self.name} is given {len(self.values)} values, {len(other.values)} {now}"
-        return None
+# a kernel that ran, and its arguments: plain values, and operands for tensors
+ObservedKernel = tuple[str, tuple[object, ...]]
 
 
-def _text(value: object) -> str:
-    return str(value) if type(value) is Operand else shortened(value)
+def _difference(kernel: ObservedKernel, other: ObservedKernel, now: str) -> str | None:
+    """Returns how another call of a kernel differs, which is `now`; None if it does not."""
+    (name, values), (name_now, values_now) = kernel, other
+    if name != name_now:
+        return f"it runs {name}, and {name_now} {now}"
+    for pair in itertools.zip_longest(values, values_now, fillvalue=UNSEEN):
+        # most are operands, whose parts have types of their own
+        if not (type(pair[0]) is Operand and pair[0] == pair[1]) and not is_same(*pair):
+            texts = [str(one) if type(one) is Operand else shortened(one) for one in pair]
+            return f"{name} is given {texts[0]}, and {texts[1]} {now}"
+    return None
 
 
-class Observation:
-    """What a step did.
+class Observation(KernelMode):  # type: ignore[no-untyped-call]
+    """What a step did: a mode that writes down its kernels, and those of its backward.
 
     Attributes:
         obstacle: what a graph of it cannot do, and the way out; None if nothing was found.
@@ -103,29 +100,37 @@ class Observation:
         is_repeated: whether an earlier step began as this one, and did the same.
     """
 
+    keeps_compiled = True
     is_repeated = False
 
     def __init__(self, step: Callable[[], PyTree], state: Guards, batch: Iterable[Tensor]) -> None:
-        self.state, device = state, state.device
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.state, self.device = state, state.device
         self.obstacle: str | None = None
         self.calls: list[ObservedKernel] = []
         self.storages: dict[int, UntypedStorage] = {}
-        for name in state.scalers:
-            what = f"{name} is a GradScaler, which decides in Python whether to step"
-            self.note(what, "use bfloat16, which needs none")
+        # by the numbers of storages, weakly since another may get the number: what a storage is
+        # called, from where on, and whether the step made it or was given it
+        self.origins: dict[int, tuple[Callable[[], object], str, int, bool]] = {}
+        self.of_state = {location.storage for location in state.tensors}
         generators = _host_generators(state)
         # weakly: the step may free them; another one may come to lie at the same address
         pairs = ((location, location.read()) for location in state.tensors)
         before = [(where, gone if tensor is None else ref(tensor)) for where, tensor in pairs]
-        observer = _Observer(self, batch, state)
-        with observer:
+        for location, tensor in reversed(before):
+            if location.storage > 0 and tensor is not gone:
+                self._name(tensor(), location.name, is_own=False)
+        for number, tensor in enumerate(batch):
+            self._name(tensor, f"tensor {number} of the batch", int(tensor.storage_offset()))
+        with self:
             self._outputs: PyTree = step()
         leaves, structure = flattened(self._outputs)
-        returned = str(structure), *map(observer.value, leaves)
-        self.calls.append(ObservedKernel("what it returns", returned))
+        self.calls.append(("what it returns", (str(structure), *map(self.value, leaves))))
         if generators != _host_generators(state):
             what = "it draws random numbers on the host, which replays would not draw again"
-            self.note(what, f"draw them on {device}, or before the step and pass them as a tensor")
+            self.note(
+                what, f"draw them on {self.device}, or before the step and pass them as a tensor"
+            )
         if (difference := state.changed_by_step()) is not None:
             what = f"it changes {difference}, which replays would leave as it is"
             way_out = "change it after the step, or keep it in a tensor that is written in place"
@@ -134,15 +139,13 @@ class Observation:
         earlier = [(where, tensor(), new) for where, tensor, new in now if tensor is not gone]
         changed = [where for where, tensor, new in earlier if new is not tensor or new is None]
         self.replaced = [where for where in changed if where.storage not in self.storages]
-        of_state = {location.storage for location in state.tensors}
-        self.outside = [each for at, each in self.storages.items() if at not in of_state]
+        self.outside = [each for at, each in self.storages.items() if at not in self.of_state]
         self.left = {
-            where.name: (
-                observer.value(new) if where in changed or tensor is gone else "as it was",
-            )
+            where.name: self.value(new) if where in changed or tensor is gone else "as it was"
             for where, tensor, new in now
         }
         self.storages.clear()
+        self.origins.clear()
 
     def take_outputs(self) -> PyTree:
         """Returns what the step returned, once: with it lives the graph of autograd."""
@@ -159,35 +162,14 @@ class Observation:
         # tensors that it replaces unread are compared in one of them only
         both = [name for name in self.left if name in later.left]
         one, two = (
-            [*each.calls, *(ObservedKernel(name, each.left[name]) for name in both)]
-            for each in (self, later)
+            [*each.calls, *((name, (each.left[name],)) for name in both)] for each in (self, later)
         )
         for number, (call, other) in enumerate(zip(one, two, strict=False)):
-            if (text := call.difference(other, now)) is not None:
+            if (text := _difference(call, other, now)) is not None:
                 return f"{text} (kernel {number} of {len(one) - 1})"
         return None
 
-
-class _Observer(KernelMode):  # type: ignore[no-untyped-call]
-    """Writes down the kernels of a step, and those of its backward."""
-
-    keeps_compiled = True
-
-    def __init__(self, observation: Observation, batch: Iterable[Tensor], state: Guards) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.observation, self.device = observation, state.device
-        # by the numbers of storages, weakly since another may get the number: what a storage is
-        # called, from where on, and whether the step made it or was given it
-        self.origins: dict[int, tuple[Callable[[], object], str, int, bool]] = {}
-        self.of_state = {location.storage for location in state.tensors}
-        for location in reversed(state.tensors):
-            tensor = location.read()
-            if location.storage > 0 and tensor is not None:
-                self._note(tensor, location.name, is_own=False)
-        for number, tensor in enumerate(batch):
-            self._note(tensor, f"tensor {number} of the batch", int(tensor.storage_offset()))
-
-    def _note(self, tensor: Tensor, name: str, offset: int = 0, is_own: bool = True) -> None:
+    def _name(self, tensor: Tensor, name: str, offset: int = 0, is_own: bool = True) -> None:
         if (storage := storage_of(tensor)) is not None:
             self.origins[storage._cdata] = ref(storage), name, offset, is_own
 
@@ -206,12 +188,12 @@ class _Observer(KernelMode):  # type: ignore[no-untyped-call]
     ) -> PyTree:
         """Runs a kernel and writes it down."""
         leaves = pytree.tree_leaves((args, kwargs))
-        calls, inputs = self.observation.calls, [x for x in leaves if isinstance(x, Tensor)]
+        calls, inputs = self.calls, [x for x in leaves if isinstance(x, Tensor)]
         is_lifted = getattr(func, "_schema", None) is not None and func._schema.name == LIFTED
         if is_lifted:
-            self._note(inputs[0], f"the constant of kernel {len(calls)}")
+            self._name(inputs[0], f"the constant of kernel {len(calls)}")
         if func not in IDLE:
-            calls.append(ObservedKernel(str(func), (*(kwargs or {}), *map(self.value, leaves))))
+            calls.append((str(func), (*(kwargs or {}), *map(self.value, leaves))))
         before = {*map(_number, inputs)}
         out = func(*args, **kwargs or {})
         results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -221,8 +203,8 @@ class _Observer(KernelMode):  # type: ignore[no-untyped-call]
                 is_seed = draws and tensor.dtype in SEEDS and tensor.numel() <= MOST_SEEDS
                 # what is empty first is called after the kernel in front of it
                 name = f"result {index} of kernel {len(calls) - 1}"
-                self._note(tensor, UNSEEN.origin if is_seed else name)
-        if self.observation.obstacle is None:
+                self._name(tensor, UNSEEN.origin if is_seed else name)
+        if self.obstacle is None:
             self._look_for_obstacle(func, inputs, results, is_lifted)
         return out
 
@@ -237,7 +219,7 @@ class _Observer(KernelMode):  # type: ignore[no-untyped-call]
             return UNSEEN
         name, begin, is_own = origin or ("another tensor from before the step", 0, False)
         if not is_own:
-            self.observation.storages[where.address] = leaf.untyped_storage()
+            self.storages[where.address] = leaf.untyped_storage()
         if name == UNSEEN.origin:
             return UNSEEN
         if is_own and leaf.numel() == 1 and self._is_on_host(leaf):
@@ -266,7 +248,7 @@ class _Observer(KernelMode):  # type: ignore[no-untyped-call]
             return
         frame = sys._getframe(2)
         here = f" at {line}" if (line := line_of_frame(frame)) else ""
-        self.observation.note(f"{func}{here} {what}", _way_out(frame) or way_out)
+        self.note(f"{func}{here} {what}", _way_out(frame) or way_out)
 
 
 def _number(tensor: Tensor) -> int:
@@ -276,30 +258,20 @@ def _number(tensor: Tensor) -> int:
 
 
 def _way_out(frame: FrameType | None) -> str | None:
-    while frame is not None:
-        if (way := WAYS_OUT.get(os.path.basename(frame.f_code.co_filename))) is not None:
-            return way
-        frame = frame.f_back
-    return None
+    files = (os.path.basename(one.f_code.co_filename) for one, _ in traceback.walk_stack(frame))
+    return next((WAYS_OUT[name] for name in files if name in WAYS_OUT), None)
 
 
 def _host_generators(state: Guards) -> bytes:
     """Returns the states of the generators of random numbers on the host."""
-    numpy = sys.modules.get("numpy")
-    on_host = [
-        one for one in (torch.default_generator, *state.generators) if one.device.type == "cpu"
-    ]
-    # as a class of the program may not be pickled, and what asks the system has no state
-    others = [random.getstate(), *map(_state_of_generator, state.host_generators)]
-    if numpy is not None:
-        others.append(numpy.random.get_state(legacy=False))
-    if state.device.type != "cpu":
-        others += [generator.get_state().tolist() for generator in on_host]
-    return pickle.dumps(others)
-
-
-def _state_of_generator(generator: Any) -> object:
-    if not isinstance(generator, random.Random):
-        return generator
-    is_of_system = isinstance(generator, random.SystemRandom)
-    return None if is_of_system else random.Random.getstate(generator)
+    generators = (torch.default_generator, *state.generators)
+    on_host = [one for one in generators if one.device.type == "cpu" != state.device.type]
+    states = [random.getstate(), *(one.get_state().tolist() for one in on_host)]
+    for one in state.host_generators:
+        # what asks the system has none, and a class of the program may not be pickled
+        if not isinstance(one, random.SystemRandom):
+            is_python = isinstance(one, random.Random)
+            states.append(random.Random.getstate(one) if is_python else one)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        states.append(numpy.random.get_state(legacy=False))
+    return pickle.dumps(states)

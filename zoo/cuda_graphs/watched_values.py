@@ -33,6 +33,8 @@ PLACES: tuple[Callable[[Any], Any], ...] = (
     Tensor.data_ptr, Tensor.size, Tensor.stride, operator.attrgetter("requires_grad"),
     operator.attrgetter("dtype"),
 )  # fmt: skip
+# parts of a module that the names of what is in them leave out
+UNNAMED = ("_parameters", "_buffers", "_modules")
 # nested tuples are compared by what is in them to this depth
 DEEPEST_TUPLE = 4
 
@@ -57,9 +59,9 @@ def is_same(value: Any, other: Any, depth: int = DEEPEST_TUPLE) -> bool:
         base = next(base for base in PLAIN if issubclass(kind, base))
         return base.__eq__(value, other) is True
     if issubclass(kind, tuple):
-        pair = (*tuple.__iter__(value),), (*tuple.__iter__(other),)
-        alike = depth > 0 and len(pair[0]) == len(pair[1])
-        return alike and all(is_same(one, two, depth - 1) for one, two in zip(*pair, strict=True))
+        one, two = [*tuple.__iter__(value)], [*tuple.__iter__(other)]
+        pairs = map(is_same, one, two, itertools.repeat(depth - 1))
+        return depth > 0 and len(one) == len(two) and all(pairs)
     return False
 
 
@@ -114,6 +116,8 @@ class Watched:
         key = self.keys[index] if index < len(self.keys) and not self.is_free else None
         if type(key) is not str:
             return self.name if key is None else f"{self.name}[{index}]"
+        if key in UNNAMED:
+            return self.name
         return f"{self.name}.{key}" if self.name else key
 
 
