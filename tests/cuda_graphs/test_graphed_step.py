@@ -304,8 +304,8 @@ def test_a_stale_learning_rate_would_be_noticed(monkeypatch: pytest.MonkeyPatch)
     # a mutant: what the optimizer's groups say is not compared
     change = Guards.change
 
-    def without_rates(self: Guards) -> Any:
-        found = change(self)
+    def without_rates(self: Guards, by_step: bool = False) -> Any:
+        found = change(self, by_step)
         return None if found is not None and "].lr (" in found else found
 
     monkeypatch.setattr(Guards, "change", without_rates)

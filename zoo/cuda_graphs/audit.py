@@ -27,23 +27,18 @@ class AuditSchedule:
 
     def restart(self) -> None:
         """Begins anew, with the first distance."""
-        # at first exactly so many replays
-        self._distance = self._wait = min(FIRST_DISTANCE, self.check_every or FIRST_DISTANCE)
-        self._is_second = False
+        self._distance = min(FIRST_DISTANCE, self.check_every or FIRST_DISTANCE)
+        self._calls = self._distance * [False] + [True, True]
 
     def is_due(self) -> bool:
         """Called once for each call; returns whether that is to be audited."""
         if self.check_every is None:
             return False
-        if self._wait:
-            self._wait -= 1
-            return False
-        if self._is_second:
+        if not self._calls:
             low, high = (self._distance + 1) // 2, self._distance * 3 // 2
-            self._wait = self._random.randint(low, high)
+            self._calls = self._random.randint(low, high) * [False] + [True, True]
             self._distance = min(self._distance * 5 // 4 + 1, self.check_every)
-        self._is_second = not self._is_second
-        return True
+        return self._calls.pop(0)
 
 
 class Ranks:

@@ -77,30 +77,23 @@ def _check_tensor(tensor: Tensor, device: torch.device) -> None:
         )
 
 
-class StaticBatch:
-    """Tensors at fixed addresses with the numbers of the latest batch; the values as they are."""
+def static_copy(batch: Invocation) -> Invocation:
+    """Returns a batch with the same numbers in memory of its own; the values as they are."""
+    copies: dict[int, Tensor] = {}
+    return batch.map(lambda tensor: copies.setdefault(id(tensor), _static_copy(tensor)))
 
-    def __init__(self, batch: Invocation) -> None:
-        copies: dict[int, Tensor] = {}
-        self.batch = batch.map(lambda tensor: copies.setdefault(id(tensor), _static_copy(tensor)))
-        self.versions = [tensor._version for tensor in self.batch.tensors]
 
-    def take(self, batch: Invocation) -> None:
-        """Copies the numbers of another batch of the kind."""
-        for static, tensor in zip(self.batch.tensors, batch.tensors, strict=True):
-            _copy_numbers(static, tensor)
-
-    def written(self) -> Tensor | None:
-        """Returns a tensor that was written in place since this was made; None if none was."""
-        pairs = zip(self.batch.tensors, self.versions, strict=True)
-        return next((tensor for tensor, version in pairs if tensor._version != version), None)
+def copy_numbers(static: Invocation, batch: Invocation) -> None:
+    """Copies the numbers of a batch of the kind."""
+    for one, tensor in zip(static.tensors, batch.tensors, strict=True):
+        _copy_numbers(one, tensor)
 
 
 def in_own_memory(batch: Invocation) -> Invocation:
     """Returns a batch whose tensors share no memory with one another, as those of a graph."""
     tensors = {id(tensor): tensor for tensor in batch.tensors}.values()
     storages = {tensor.untyped_storage()._cdata for tensor in tensors}
-    return batch if len(storages) == len(tensors) else StaticBatch(batch).batch
+    return batch if len(storages) == len(tensors) else static_copy(batch)
 
 
 def _static_copy(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from zoo._torch import PyTree, end_failed_capture
 from zoo.cuda_graphs.audit import AuditSchedule
-from zoo.cuda_graphs.batch import BatchKind, StaticBatch, detached, own_outputs
+from zoo.cuda_graphs.batch import BatchKind, copy_numbers, detached, own_outputs, static_copy
 from zoo.cuda_graphs.guards import Guards
 from zoo.cuda_graphs.step_observer import Observation
 from zoo.engine.devices import whole_step_captured
@@ -183,7 +183,7 @@ class CapturedStep:
             eager: what the step did when it began as now.
         """
         unread = eager.state.unread
-        self.step, self.static, self.state = step, StaticBatch(batch), state
+        self.step, self.static, self.state = step, static_copy(batch), state
         self.kind = BatchKind.of(batch)
         before = [(location, location.read()) for location in state.tensors]
         try:
@@ -191,8 +191,8 @@ class CapturedStep:
                 if location.watched.is_free and location.name in unread:
                     # the step drops it, and its memory is not the pool's
                     location.write(None)
-            run = functools.partial(self.static.batch.on, step)
-            observe = functools.partial(Observation, run, state, self.static.batch.tensors)
+            run = functools.partial(self.static.on, step)
+            observe = functools.partial(Observation, run, state, self.static.tensors)
             self.graph, self.record, self.outputs = graphs.capture(observe, pool, state.generators)
             self._check(eager, self.record)
         except BaseException:
@@ -206,11 +206,6 @@ class CapturedStep:
 
     def _check(self, eager: Observation, captured: Observation) -> None:
         """Refuses a capture that is not what the step did eagerly, or did more than replays do."""
-        if (tensor := self.static.written()) is not None:
-            raise GraphError(
-                f"the step writes a tensor {tuple(tensor.shape)} of its batch in place, which a "
-                "replay does to a copy; write into a clone"
-            )
         if captured.obstacle is not None:
             raise GraphError(f"the step cannot be a CUDA graph: {captured.obstacle}")
         if (difference := eager.difference(captured)) is not None:
@@ -221,7 +216,7 @@ class CapturedStep:
 
     def replay(self, batch: Invocation) -> PyTree:
         """Runs the step on a batch; returns what it returns."""
-        self.static.take(batch)
+        copy_numbers(self.static, batch)
         self.graph.replay()
         for location, tensor in self.left:
             location.write(tensor)
@@ -236,10 +231,6 @@ class CapturedStep:
         run = functools.partial(graphs.run_eagerly, functools.partial(batch.on, self.step))
         observed = Observation(run, self.state, batch.tensors)
         difference = self.record.difference(observed, "now")
-        now = [location.read() for location, _ in self.left]
-        for (location, tensor), found in zip(self.left, now, strict=True):
-            if difference is None and getattr(found, "shape", 0) != getattr(tensor, "shape", 0):
-                difference = f"it leaves other memory in {location.name} now, or none"
         if observed.obstacle is not None:
             difference = f"{observed.obstacle} ({difference})"
         if difference is not None:
@@ -247,8 +238,8 @@ class CapturedStep:
                 f"{difference}. The graph was right in call {self.right}; replays since then may "
                 "have trained by what was so before"
             )
-        for (location, tensor), found in zip(self.left, now, strict=True):
-            if found is not tensor and storage_of(tensor) is not None:
+        for location, tensor in self.left:
+            if (found := location.read()) is not tensor and storage_of(tensor) is not None:
                 tensor.detach().copy_(found.detach())
             location.write(tensor)
         self.right = call

@@ -92,10 +92,7 @@ class GraphedStep:
         self.check_every, self._ranks = check_every, Ranks(models, check_every)
         self._warm_ups = WARM_UPS_OF_DDP if self._ranks.group is not None else WARM_UPS
         self._name = getattr(step, "__name__", type(step).__name__)
-        # the most recently used last
-        self._kinds: dict[BatchKind, Kind] = {}
-        self._graphs: list[CapturedStep] = []
-        self._pool: Pool | None = None
+        self.reset()
         self._is_warned = False
         self._check_program()
 
@@ -144,13 +141,12 @@ class GraphedStep:
             del self._kinds[next(iter(self._kinds))]
         alike = (graph for graph in reversed(self._graphs) if graph.kind == described)
         captured = next((graph for graph in alike if graph.state.change() is None), None)
-        if captured is None and (trial := self._trial_to_capture(kind)) is not None:
+        if captured is not None:
+            if is_shared if self._ranks.are_many else captured.schedule.is_due():
+                self.audits += 1
+                return captured.audit(graphs, in_own_memory(batch), self._calls)
+        elif (trial := self._trial_to_capture(kind)) is not None:
             captured = self._capture(graphs, kind, trial, batch)
-        elif captured is not None and (
-            is_shared if self._ranks.are_many else captured.schedule.is_due()
-        ):
-            self.audits += 1
-            return captured.audit(graphs, in_own_memory(batch), self._calls)
         if captured is None:
             return own_outputs(self._run_eagerly(graphs, kind, in_own_memory(batch))), None
         self.replays += 1
@@ -169,9 +165,10 @@ class GraphedStep:
 
     def reset(self) -> None:
         """Drops all graphs and their memory; the next calls run eagerly, as the first ones did."""
-        self._kinds.clear()
-        self._graphs.clear()
-        self._pool = None
+        # the most recently used last
+        self._kinds: dict[BatchKind, Kind] = {}
+        self._graphs: list[CapturedStep] = []
+        self._pool: Pool | None = None
 
     def _trial_to_capture(self, kind: Kind) -> Observation | None:
         """Returns the eager call that began as this one does, if a graph of it would be right."""
@@ -209,12 +206,11 @@ class GraphedStep:
         return captured
 
     def _state(self) -> Guards:
+        parts = self.models, self.optimizers
+        model, optimizer = (each[0] if len(each) == 1 else each for each in parts)
         # what is walked first names what others share with it
-        roots: dict[str, Any] = {}
-        for name, parts in (("model", self.models), ("optimizer", self.optimizers)):
-            names = [f"{name} {number}" for number in range(len(parts))]
-            roots |= zip(names if len(parts) > 1 else [name], parts, strict=False)
-        return Guards(roots | {self._name: self.step}, device_of(self.models[0]))
+        roots = {"model": model, "optimizer": optimizer, self._name: self.step}
+        return Guards(roots, device_of(self.models[0]))
 
     def _run_eagerly(self, graphs: DeviceGraphs, kind: Kind, batch: Invocation) -> PyTree:
         self.eager += 1

@@ -37,7 +37,7 @@ from zoo._torch import (
     function_modes,
     top_saved_tensors_hooks,
 )
-from zoo.cuda_graphs.watched_values import MISSING, Snapshot, Watched, is_plain, whereabouts
+from zoo.cuda_graphs.watched_values import MISSING, Snapshot, Watched, is_plain, read, whereabouts
 from zoo.engine.kernel_settings import TABLE, read_settings
 from zoo.layers.module_hooks import GLOBAL_HOOKS
 from zoo.tracing.planned_forward import PatchedForward
@@ -55,8 +55,6 @@ NAMED: dict[type, tuple[str, ...]] = {
 GRADIENT = operator.attrgetter("grad")
 HOOKS_OF_PARAMETER = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 HOOKS_OF_ALL = (*GLOBAL_HOOKS, HOOKS_OF_ALL_STEPS, HOOKS_AFTER_ALL_STEPS)
-# flag of classes that are made while a program runs
-HEAP_TYPE = 1 << 9
 LIBRARIES = (*sys.stdlib_module_names, "torch", "zoo", "numpy")
 # as no code of the program hands it out
 DICT_OF_CLASS: Callable[[type], Mapping[str, Any]] = type.__dict__["__dict__"].__get__
@@ -79,7 +77,7 @@ class Guards:
     """Values and tensors that a training step may read, as they were when this was made.
 
     Attributes:
-        tensors: where tensors and gradients are, but for those `unread`, which are not compared.
+        tensors: where tensors and gradients are; those of the names in `unread` are not compared.
         generators, host_generators: what draws random numbers, of torch and others.
     """
 
@@ -95,7 +93,7 @@ class Guards:
             object: self._add_object,
         }
         # names that code uses, by which attributes of objects are chosen
-        self.names: set[str] = set()
+        self.names = {"forward"}
         count = -1
         while count != len(self.names):
             count = len(self.names)
@@ -108,7 +106,10 @@ class Guards:
                 self.waiting.append(Found(*root))
                 while self.waiting:
                     self._visit(self.waiting.popleft())
-        self.hollow = [found.value for found in self.empty]
+        # they hand out their names once they are no longer empty
+        names, containers = ([found[n] for found in self.empty] for n in (0, 1))
+        filled = functools.partial(itertools.compress, names, containers)
+        self.watched.append(Watched("", (filled,)))
         numpy = getattr(sys.modules.get("numpy"), "random", None)
         drawing = (numpy.Generator, numpy.RandomState, numpy.BitGenerator) if numpy else ()
         self.generators = [found.value for found in self._seen(torch.Generator)]
@@ -125,25 +126,17 @@ class Guards:
             known.update((name := location.name,))
             location.name += f" ({known[name]})" * (known[name] > 1)
 
-    def change(self) -> str | None:
-        """Says what is not as it was; None if all is."""
-        now = _ambient(self.device)
-        if now != self.ambient:
+    def change(self, by_step: bool = False) -> str | None:
+        """Says what is not as it was; `by_step`, of what replays would leave as it is."""
+        if not by_step and (now := _ambient(self.device)) != self.ambient:
             pairs = ((name, was, now[name]) for name, was in self.ambient.items())
             return next(f"{name} ({was}, now {new})" for name, was, new in pairs if was != new)
-        if any(self.hollow):
-            return next(f"{name} (empty, now not)" for name, values, _ in self.empty if values)
-        return self.snapshot.change()
-
-    def changed_by_step(self) -> str | None:
-        """Says which value the step has changed, which replays would leave as it is."""
-        return self.snapshot.change(by_step=True)
+        return self.snapshot.change(by_step)
 
     def forget(self, names: set[str]) -> None:
         """Compares tensors of these names no longer: the step does not read them."""
         self.unread |= names
         self.snapshot.forget(location.at for location in self.tensors if location.name in names)
-        self.tensors = [location for location in self.tensors if location.name not in names]
 
     def _seen(self, *kinds: type) -> list[Found]:
         return [found for found in self.seen.values() if issubclass(type(found.value), kinds)]
@@ -158,14 +151,14 @@ class Guards:
         self, found: Found, sources: Any, keys: Iterable[Any] = (), write: Any = None
     ) -> None:
         self.watched.append(watched := Watched(found.name, sources, (*keys,), write))
-        for index, value in enumerate(watched.read()):
+        for index, value in enumerate(read(sources)):
             self.waiting.append(Found(watched.name_of(index), value, found.depth + 1))
 
     def _watch_keys(self, found: Found, mapping: Any, keys: Iterable[str]) -> None:
         """Watches some variables or attributes, also those that are not there yet."""
         if keys := (*dict.fromkeys(keys),):
-            read = functools.partial(map, mapping.get, keys, itertools.repeat(MISSING))
-            self._watch(found, (read,), keys, getattr(mapping, "__setitem__", None))
+            get = functools.partial(map, mapping.get, keys, itertools.repeat(MISSING))
+            self._watch(found, (get,), keys, getattr(mapping, "__setitem__", None))
 
     def _add_container(self, found: Found) -> None:
         values = found.value
@@ -190,27 +183,29 @@ class Guards:
 
     def _add_wrapper(self, found: Found) -> None:
         # it is no level of its own
-        self.waiting += (found._replace(value=getattr(found.value, key, None)) for key in WRAPPED)
+        parts = (attribute_of(found.value, key) for key in WRAPPED)
+        self.waiting += (found._replace(value=part) for part in parts)
 
     def _add_parameter(self, found: Found) -> None:
         name, tensor, _ = found
         if tensor.is_leaf and tensor.requires_grad:
-            gradient, write = f"the gradient of {name}", functools.partial(setattr, tensor)
-            read = functools.partial(map, GRADIENT, (tensor,))
-            self.watched.append(Watched(gradient, (read,), ("grad",), write, is_free=True))
+            gradient, write = f"the gradient of {name}", lambda _, new: setattr(tensor, "grad", new)
+            get = functools.partial(map, GRADIENT, (tensor,))
+            self.watched.append(Watched(gradient, (get,), (None,), write, is_free=True))
             hooks = functools.partial(HOOKS_OF_PARAMETER, tensor)
             self._watch(Found(f"the hooks of {name}", None), (hooks,))
 
     def _add_object(self, found: Found) -> None:
         name, value, depth = found
-        kind, own = type(value), attributes_of(value)
+        kind, own = type(value), attribute_of(value, "__dict__", {})
         if _is_iterator(kind):
             position = (lambda: ((*_position(value),),),)
             self.watched.append(Watched(name, position, is_free=True))
         named = next((NAMED[base] for base in NAMED if issubclass(kind, base)), None)
         if named is not None:
             return self._watch_keys(Found(name, None), own, named)
-        module = own.get("__name__") if issubclass(kind, types.ModuleType) else _module_of(kind)
+        is_module = issubclass(kind, types.ModuleType)
+        module = own.get("__name__") if is_module else DICT_OF_CLASS(kind).get("__module__")
         if issubclass(kind, WHOLE):
             # no module is too deep
             self._watch(Found(name, None), (own.values, own.__iter__), own, own.__setitem__)
@@ -226,9 +221,9 @@ class Guards:
     def _add_class(self, found: Found) -> None:
         """Watches methods and attributes of a user's class: those named, and what Python calls."""
         own = DICT_OF_CLASS(found.value)
-        if _is_own(_module_of(found.value)):
-            called = (key for key, value in own.items() if isinstance(value, types.FunctionType))
-            called = (key for key in called if key == "forward" or key.startswith("__"))
+        if _is_own(str(own.get("__module__"))):
+            functions = (key for key, value in own.items() if type(value) is types.FunctionType)
+            called = (key for key in functions if str(key).startswith("__"))
             self._watch_keys(found, own, (*filter(self.names.__contains__, own), *called))
 
     def _add_function(self, found: Found) -> None:
@@ -240,9 +235,9 @@ class Guards:
         # its values are the outermost ones
         within = Found("", function, -1)
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        read = functools.partial(map, _contents, cells.values())
+        get = functools.partial(map, _contents, cells.values())
         write = lambda key, new: setattr(cells[key], "cell_contents", new)  # noqa: E731
-        self._watch(within, (read,), cells, write)
+        self._watch(within, (get,), cells, write)
         # also those that are not there, as of built-in functions
         self._watch_keys(within, function.__globals__, variables)
         self.waiting += (Found(name, function.__defaults__), Found(name, function.__kwdefaults__))
@@ -259,11 +254,11 @@ def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     return variables.union(*(v for v, _ in inner)), names.union(*(n for _, n in inner))
 
 
-def attributes_of(value: Any) -> Any:
-    """Returns the attributes of an object, without asking its class; none if it has no dict."""
+def attribute_of(value: Any, key: str, default: Any = None) -> Any:
+    """Returns an attribute of an object, without asking its class."""
     with contextlib.suppress(AttributeError):
-        return object.__getattribute__(value, "__dict__")
-    return {}
+        return object.__getattribute__(value, key)
+    return default
 
 
 def _is_iterator(kind: type) -> bool:
@@ -290,20 +285,14 @@ def _contents(cell: types.CellType) -> Any:
     return MISSING
 
 
-def _module_of(kind: type) -> str:
-    """Returns the module of a class; that of a program run by `exec` is not the built-in one."""
-    module = str(DICT_OF_CLASS(kind).get("__module__", "builtins"))
-    return "__main__" if module == "builtins" and kind.__flags__ & HEAP_TYPE else module
-
-
 @functools.cache
 def _is_own(module: str) -> bool:
     """Returns whether a module is the program's own, not one that was installed."""
     path = getattr(sys.modules.get(module), "__file__", None) or ""
     is_library = module.partition(".")[0] in LIBRARIES
     is_library |= "site-packages" in path or "dist-packages" in path
-    # which may be installed, too
-    return module == "__main__" or not is_library
+    # which may be installed, too; classes of a program that `exec` runs say that they are built in
+    return module in ("__main__", "builtins") or not is_library
 
 
 def _ambient(device: torch.device) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import pickle
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -103,7 +103,7 @@ class Observation(KernelMode):  # type: ignore[no-untyped-call]
     keeps_compiled = True
     is_repeated = False
 
-    def __init__(self, step: Callable[[], PyTree], state: Guards, batch: Iterable[Tensor]) -> None:
+    def __init__(self, step: Callable[[], PyTree], state: Guards, batch: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.state, self.device = state, state.device
         self.obstacle: str | None = None
@@ -117,33 +117,36 @@ class Observation(KernelMode):  # type: ignore[no-untyped-call]
         # weakly: the step may free them; another one may come to lie at the same address
         pairs = ((location, location.read()) for location in state.tensors)
         before = [(where, gone if tensor is None else ref(tensor)) for where, tensor in pairs]
-        for location, tensor in reversed(before):
-            if location.storage > 0 and tensor is not gone:
-                self._name(tensor(), location.name, is_own=False)
+        for location, alive in reversed(before):
+            if location.storage > 0 and (tensor := alive()) is not None:
+                self._name(tensor, location.name, is_own=False)
         for number, tensor in enumerate(batch):
             self._name(tensor, f"tensor {number} of the batch", int(tensor.storage_offset()))
+        versions = [(tensor, tensor._version) for tensor in batch if not tensor.is_inference()]
         with self:
             self._outputs: PyTree = step()
         leaves, structure = flattened(self._outputs)
         self.calls.append(("what it returns", (str(structure), *map(self.value, leaves))))
         if generators != _host_generators(state):
             what = "it draws random numbers on the host, which replays would not draw again"
-            self.note(
-                what, f"draw them on {self.device}, or before the step and pass them as a tensor"
-            )
-        if (difference := state.changed_by_step()) is not None:
+            way_out = f"draw them on {self.device}, or before the step and pass them as a tensor"
+            self.note(what, way_out)
+        if (difference := state.change(by_step=True)) is not None:
             what = f"it changes {difference}, which replays would leave as it is"
             way_out = "change it after the step, or keep it in a tensor that is written in place"
             self.note(what, way_out)
-        now = [(where, tensor, where.read()) for where, tensor in before]
-        earlier = [(where, tensor(), new) for where, tensor, new in now if tensor is not gone]
-        changed = [where for where, tensor, new in earlier if new is not tensor or new is None]
-        self.replaced = [where for where in changed if where.storage not in self.storages]
+        written = [tensor for tensor, version in versions if tensor._version != version]
+        if written:
+            what = f"it writes a tensor {tuple(written[0].shape)} of its batch in place, which"
+            self.note(f"{what} a replay does to a copy", "write into a clone")
+        now = [(where, where.read(), tensor()) for where, tensor in before]
+        changed = {where for where, new, tensor in now if new is None or new is not tensor}
+        self.replaced = [where for where in changed if where.storage not in (-1, *self.storages)]
         self.outside = [each for at, each in self.storages.items() if at not in self.of_state]
-        self.left = {
-            where.name: self.value(new) if where in changed or tensor is gone else "as it was"
-            for where, tensor, new in now
-        }
+        self.calls += (
+            (where.name, (self.value(new) if where in changed else "as it was",))
+            for where, new, _ in now
+        )
         self.storages.clear()
         self.origins.clear()
 
@@ -159,14 +162,10 @@ class Observation(KernelMode):  # type: ignore[no-untyped-call]
 
     def difference(self, later: "Observation", now: str = "in the next") -> str | None:
         """Returns how a later step differed, which is `now`; None if it did not."""
-        # tensors that it replaces unread are compared in one of them only
-        both = [name for name in self.left if name in later.left]
-        one, two = (
-            [*each.calls, *((name, (each.left[name],)) for name in both)] for each in (self, later)
-        )
-        for number, (call, other) in enumerate(zip(one, two, strict=False)):
+        pairs = zip(self.calls, later.calls, strict=False)
+        for number, (call, other) in enumerate(pairs):
             if (text := _difference(call, other, now)) is not None:
-                return f"{text} (kernel {number} of {len(one) - 1})"
+                return f"{text} (kernel {number} of {len(self.calls)})"
         return None
 
     def _name(self, tensor: Tensor, name: str, offset: int = 0, is_own: bool = True) -> None:
@@ -194,12 +193,12 @@ class Observation(KernelMode):  # type: ignore[no-untyped-call]
             self._name(inputs[0], f"the constant of kernel {len(calls)}")
         if func not in IDLE:
             calls.append((str(func), (*(kwargs or {}), *map(self.value, leaves))))
-        before = {*map(_number, inputs)}
+        before = {*map(storage_of, inputs)}
         out = func(*args, **kwargs or {})
         results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
         draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         for index, tensor in enumerate(results):
-            if _number(tensor) not in before:
+            if storage_of(tensor) not in before:
                 is_seed = draws and tensor.dtype in SEEDS and tensor.numel() <= MOST_SEEDS
                 # what is empty first is called after the kernel in front of it
                 name = f"result {index} of kernel {len(calls) - 1}"
@@ -249,12 +248,6 @@ class Observation(KernelMode):  # type: ignore[no-untyped-call]
         frame = sys._getframe(2)
         here = f" at {line}" if (line := line_of_frame(frame)) else ""
         self.note(f"{func}{here} {what}", _way_out(frame) or way_out)
-
-
-def _number(tensor: Tensor) -> int:
-    """Returns the number of a tensor's storage, as long as that lives; 0 without one."""
-    storage = storage_of(tensor)
-    return 0 if storage is None else int(storage._cdata)
 
 
 def _way_out(frame: FrameType | None) -> str | None:

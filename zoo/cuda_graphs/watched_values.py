@@ -107,21 +107,16 @@ class Watched:
     write: Any = None
     is_free: bool = False
 
-    def read(self) -> list[Any]:
-        """Returns the values that are there now."""
-        return _values(self.sources)
-
     def name_of(self, index: int) -> str:
         """Returns the name of the value at an index."""
-        key = self.keys[index] if index < len(self.keys) and not self.is_free else None
+        key = self.keys[index] if index < len(self.keys) else None
         if type(key) is not str:
             return self.name if key is None else f"{self.name}[{index}]"
-        if key in UNNAMED:
-            return self.name
-        return f"{self.name}.{key}" if self.name else key
+        return ".".join(filter(None, (self.name, "" if key in UNNAMED else key)))
 
 
-def _values(sources: Iterable[Callable[[], Iterable[Any]]]) -> list[Any]:
+def read(sources: Iterable[Callable[[], Iterable[Any]]]) -> list[Any]:
+    """Returns the values that sources hand out now."""
     return [*itertools.chain.from_iterable(map(operator.call, sources))]
 
 
@@ -133,20 +128,18 @@ class Snapshot:
     """
 
     def __init__(self, watched: Sequence[Watched]) -> None:
-        self.watched, found = watched, [each.read() for each in watched]
+        self.watched, found = watched, [read(each.sources) for each in watched]
         self.lengths = [*map(len, found)]
         pairs = zip(watched, self.lengths, strict=True)
-        self.owners = [(each, index) for each, length in pairs for index in range(length)]
+        owners = ((each, index) for each, length in pairs for index in range(length))
+        self.owners = [(at, *owner) for at, owner in enumerate(owners)]
         self.sources = [source for each in watched for source in each.sources]
         now = [*itertools.chain.from_iterable(found)]
         self.before = [whereabouts(value) or value for value in now]
-        self.indices = [*range(len(now))]
-        # their numbers are not reused
-        self.parameters = [value for value in now if issubclass(type(value), nn.Parameter)]
         # those of no class of the program, weakly, and where they lie
         plain = (at for at, value in enumerate(now) if type(value) in PLAIN_TENSORS)
         plain = (at for at in plain if self.before[at].geometry)
-        self.placed = {at: (ref(now[at]), *(read(now[at]) for read in PLACES)) for at in plain}
+        self.placed = {at: (ref(now[at]), *(place(now[at]) for place in PLACES)) for at in plain}
         self.forgotten: set[int] = set()
         self.forget(())
 
@@ -162,24 +155,13 @@ class Snapshot:
 
     def change(self, by_step: bool = False) -> str | None:
         """Says which value is not as it was; `by_step`, of those that replays would leave."""
-        now = _values(self.sources)
-        if len(now) != len(self.before):
-            pairs = zip(self.watched, self.lengths, strict=True)
-            changed = (each.name for each, length in pairs if len(each.read()) != length)
-            return f"{next(changed, 'a container')} (other entries)"
+        now = read(self.sources)
         with DisableTorchFunction():
-            are_other = map(operator.is_not, now, self._expected(now))
-            suspects = itertools.compress(self.indices, are_other)
-            at = next((at for at in suspects if self._is_changed(at, now[at], by_step)), None)
-        if at is None:
-            return None
-        (watched, index), pair = self.owners[at], (self.before[at], now[at])
-        text = " ({}, now {})".format(*map(shortened, pair)) if all(map(is_plain, pair)) else ""
-        return watched.name_of(index) + text
+            return next(self._changes(now, by_step), None)
 
     def locations(self) -> Iterator["TensorLocation"]:
         """Yields where tensors are among the values, and where a gradient may be."""
-        for at, (watched, index) in enumerate(self.owners):
+        for at, watched, index in self.owners:
             before, is_value = self.before[at], index < len(watched.keys)
             if watched.write and is_value and (type(before) is Whereabouts or watched.is_free):
                 storage = before.address if type(before) is Whereabouts else -1
@@ -190,19 +172,30 @@ class Snapshot:
         expected, tensors = [*self.before], [*map(operator.call, self.tensors)]
         # one that is gone, or has other memory than the strided one, has no places
         with contextlib.suppress(TypeError, RuntimeError):
-            if [[*map(read, tensors)] for read in PLACES] == self.places:
+            if [[*map(place, tensors)] for place in PLACES] == self.places:
                 for at, number in self.positions:
                     expected[at] = tensors[number]
         for at in self.forgotten:
             expected[at] = now[at]
         return expected
 
-    def _is_changed(self, at: int, value: Any, by_step: bool) -> bool:
-        before = self.before[at]
-        if is_same(before, value) or (by_step and self.owners[at][0].is_free):
-            return False
-        after = whereabouts(value) if by_step and type(before) is Whereabouts else None
-        return after is None or after.identity != before.identity
+    def _changes(self, now: list[Any], by_step: bool) -> Iterator[str]:
+        if len(now) != len(self.before):
+            counts = zip(self.watched, self.lengths, strict=True)
+            others = (each for each, length in counts if len(read(each.sources)) != length)
+            # those that were empty hand out their names
+            yield from (f"{each.name or read(each.sources)[0]} (other entries)" for each in others)
+            yield "a container (other entries)"
+        are_other = map(operator.is_not, now, self._expected(now))
+        for at, watched, index in itertools.compress(self.owners, are_other):
+            before, value = self.before[at], now[at]
+            if is_same(before, value) or (by_step and watched.is_free):
+                continue
+            after = whereabouts(value) if by_step and type(before) is Whereabouts else None
+            if after is None or after.identity != before.identity:
+                are_plain = is_plain(before) and is_plain(value)
+                text = f" ({shortened(before)}, now {shortened(value)})" if are_plain else ""
+                yield watched.name_of(index) + text
 
 
 @dataclass(eq=False)
@@ -218,8 +211,7 @@ class TensorLocation:
 
     def read(self) -> Any:
         """Returns what is there now."""
-        now = self.watched.read()
-        return now[self.index] if self.index < len(now) else None
+        return next(itertools.islice(read(self.watched.sources), self.index, None), None)
 
     def write(self, tensor: Any) -> None:
         """Puts a tensor there, or None."""
