@@ -425,19 +425,21 @@ found["optimizers"] = [
     refusal(lambda parameters: by_rate(parameters, rate.cuda(), fused=True)),
     refusal(lambda parameters: by_rate(parameters, rate)),
     refusal(SGD, torch.amp.GradScaler("cuda")),
+    refusal(lambda parameters: SGD(parameters, fused=True), torch.amp.GradScaler("cuda")),
 ]
 """
 
 
 def test_what_reads_on_the_host_is_refused_with_a_way_out(found: Any) -> None:
-    plain, capturable, fused, adagrad, tensor, in_kernel, on_host, scaler = found["optimizers"]
+    plain, capturable, fused, adagrad, tensor, in_kernel, on_host, *scaled = found["optimizers"]
     assert "AdamW(..., capturable=True)" in plain
     assert "on the host with a tensor () from before the step" in adagrad
     assert "reads numbers of a tensor" in tensor
     assert "on the host with a tensor () from before the step" in on_host
-    assert "reads numbers of a tensor" in scaler
-    assert "use bfloat16, which needs no GradScaler to decide whether to step" in scaler
-    assert capturable == fused == in_kernel == [False] * 3 + [True] * 3
+    assert "reads numbers of a tensor" in scaled[0]
+    assert "use bfloat16, which needs no GradScaler to decide whether to step" in scaled[0]
+    # a fused optimizer is told on the device whether to step
+    assert capturable == fused == in_kernel == scaled[1] == [False] * 3 + [True] * 3
 
 
 ASKING = """

@@ -328,6 +328,31 @@ def test_a_rate_in_a_tensor_is_filled_by_a_scheduler_in_each_step() -> None:
     assert (step.eager, step.captures, step.replays, step.audits) == (3, 1, 7, 2)
 
 
+def test_a_scaler_that_decides_on_the_device_is_captured() -> None:
+    def make(graphed: bool) -> Program:
+        program = Program(graphed=False, fused=True)
+        model, optimizer = program.model, program.optimizer
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = nn.functional.mse_loss(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            return torch.stack([loss, scaler._scale])
+
+        return program.train_by(step, graphed)
+
+    def loop(program: Program) -> Iterator[Tensor]:
+        for number in range(14):
+            x, y = batch(number)
+            # some gradients are infinite, and the step is left out
+            yield program.step(x * (1e30 if number in (6, 11) else 1.0), y)
+
+    assert assert_twins(loop, make).replays > 7
+
+
 def test_a_rate_that_changes_in_each_step_runs_eagerly_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

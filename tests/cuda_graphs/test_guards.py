@@ -1,6 +1,8 @@
 """Guards look at all values of a training in few calls, and notice what is no longer the same."""
 
+import functools
 import sys
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -84,6 +86,47 @@ def test_a_change_is_named(change: Any, name: str) -> None:
     assert guards.change() is None
     change(model, optimizer)
     assert name in str(guards.change())
+
+
+def test_a_value_that_moves_on_to_the_next_list_is_noticed() -> None:
+    waiting, done = [3.0, 2.0], [1.0]
+    guards = Guards({"lists": {"done": done, "waiting": waiting}}, torch.device("cpu"))
+    assert guards.change() is None
+    # all values are the same in the same order
+    done.append(waiting.pop(0))
+    assert guards.change() == "lists.done"
+    waiting.insert(0, done.pop())
+    assert guards.change() is None
+    waiting.pop()
+    assert guards.change() == "lists.waiting (other entries)"
+
+
+def test_a_container_that_is_no_longer_empty_is_named_also_if_the_step_has_filled_it() -> None:
+    filled: dict[str, list[float]] = {"first": [], "second": []}
+    guards = Guards({"lists": filled}, torch.device("cpu"))
+    assert guards.change() is None
+    filled["second"].append(1.0)
+    assert guards.change() == guards.change(by_step=True) == "lists.second (other entries)"
+
+
+class Endless:
+    """Asks itself for an attribute that is not there, without end; it may be called."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self, f"{name}_")
+
+    def __call__(self, holder: Any) -> Any:
+        return holder
+
+
+def test_what_is_wrapped_is_reached_without_asking_it() -> None:
+    kept = {"weight": 1.0}
+    method = types.MethodType(Endless(), kept)
+    partial = functools.partial(method, weights=(kept,))
+    guards = Guards({"partial": partial}, torch.device("cpu"))
+    assert guards.change() is None
+    kept["weight"] = 0.5
+    assert guards.change() == "partial.weight (1.0, now 0.5)"
 
 
 def test_another_tensor_in_the_same_memory_is_no_change() -> None:
