@@ -56,7 +56,7 @@ def test_a_graph_of_a_stale_batch_is_not_exact(monkeypatch: pytest.MonkeyPatch) 
     replay = CapturedStep.replay
 
     def stale(self: CapturedStep, batch: Any) -> Any:
-        return replay(self, self.static.batch)
+        return replay(self, self.static)
 
     monkeypatch.setattr(CapturedStep, "replay", stale)
     report = zoo.verify(model(), batch, cuda_graph=True)
