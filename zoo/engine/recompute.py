@@ -35,7 +35,6 @@ from zoo._torch import (
     are_saved_tensors_hooks_enabled,
     compile_time,
     compiler_callback,
-    disable_current_modes,
     dispatch_modes,
     is_tracing,
     top_saved_tensors_hooks,
@@ -43,7 +42,7 @@ from zoo._torch import (
     wrap_jit_traces,
 )
 from zoo.engine.compiled_segments import check_graph_of
-from zoo.engine.recorder import KernelMode, Recorder
+from zoo.engine.recorder import Recorder, out_of_segments
 from zoo.engine.saved_tensors import pack, prune, refuse_hooks, unpack
 from zoo.engine.segments import Segment, thread
 from zoo.errors import ArgumentError, RecomputeError
@@ -76,19 +75,8 @@ def _is_of_zoo(function: object) -> bool:
     return function is pack or str(getattr(function, "__module__", "")).startswith("zoo.")
 
 
-@contextlib.contextmanager
-def _out_of_segments() -> Iterator[None]:
-    """Runs the block outside of all dispatch modes, if they are all zoo's.
-
-    `torch.jit.trace` loses track of some kernels below any mode, and drops what it computes.
-    """
-    is_own = all(isinstance(mode, KernelMode) for mode in dispatch_modes())
-    with disable_current_modes() if is_own else contextlib.nullcontext():
-        yield
-
-
 watch_hooks_of_saved_tensors(_pause_hooks, _resume_hooks, refuse_hooks)
-wrap_jit_traces(_out_of_segments())
+wrap_jit_traces(out_of_segments())
 
 
 def recompute(

@@ -1,14 +1,23 @@
 """The dispatch mode that records the kernels of a segment, and the base of all such modes."""
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from zoo._torch import Args, Kwargs, Operator, PyTree, TorchDispatchMode
+from zoo._torch import (
+    Args,
+    Kwargs,
+    Operator,
+    PyTree,
+    TorchDispatchMode,
+    disable_current_modes,
+    dispatch_modes,
+)
 from zoo.engine.devices import DRAWING, draws_of
 from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.operands import External, ScratchArgument, Value
@@ -51,6 +60,46 @@ class KernelMode(TorchDispatchMode):
         return False
 
 
+@contextlib.contextmanager
+def out_of_segments() -> Iterator[None]:
+    """Runs the block outside of all dispatch modes, if they are all zoo's.
+
+    `torch.jit.trace` loses track of some kernels below any mode, and drops what it computes. A
+    constructor, as in `Subclass(tensor)`, refuses the alias that a mode hands out.
+    """
+    is_own = all(isinstance(mode, KernelMode) for mode in dispatch_modes())
+    with disable_current_modes() if is_own else contextlib.nullcontext():
+        yield
+
+
+def _new(cls: type[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Makes a tensor of a class as torch's own constructor does, also inside of a segment."""
+    if torch.compiler.is_compiling() and len(args) == 1 and isinstance(args[0], Tensor):
+        # the compiler takes another constructor than torch's for one that cuts the graph
+        return args[0].as_subclass(cls)
+    with out_of_segments():
+        return Tensor.__new__(cls, *args, **kwargs)
+
+
+class _Constructors:
+    """Gives classes of the program that have torch's constructor the one above."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def look(self) -> None:
+        """Looks at classes that were made since; a class of one of these inherits from it."""
+        if len(kinds := Tensor.__subclasses__()) == self.count:
+            return
+        self.count = len(kinds)
+        for kind in kinds:
+            if kind.__new__ is Tensor.__new__:
+                kind.__new__ = _new  # type: ignore[assignment]
+
+
+_constructors = _Constructors()
+
+
 class Recorder(KernelMode):
     """Records the kernels of an outermost segment; runs all others unrecorded."""
 
@@ -65,6 +114,7 @@ class Recorder(KernelMode):
 
     def __enter__(self) -> Self:
         notice_python_kernels()
+        _constructors.look()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

@@ -423,6 +423,43 @@ def test_subclasses_without_a_dispatch_of_their_own(way: Way) -> None:
     assert_exact(program)
 
 
+class Noted(Tagged):
+    """Its constructor takes what is to be noted, too."""
+
+    def __init__(self, data: Any, note: str = "") -> None:
+        self.note = note
+
+
+@pytest.mark.parametrize("kind", [Tagged, Noted, torch.Tensor])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_class_is_called_with_a_tensor_that_the_segment_made(
+    way: Way, kind: type[Tensor]
+) -> None:
+    def program(call: Call) -> Any:
+        def forward(x: Tensor) -> Tensor:
+            y = kind(torch.tanh(x) * 2)
+            one, none = kind(x.exp().detach()), kind([0.5, 1.5, 2.5, 3.5])
+            z = (y.sin() * one + none).as_subclass(Tensor)
+            return z * z.exp()
+
+        (x,) = rows()
+        way(call, Forward(forward), x).square().sum().backward()
+        return x.grad, [type(kind(x)).__name__, getattr(kind(x), "note", None)]
+
+    assert_exact(program)
+
+
+def test_a_class_is_called_in_a_compiled_function_as_before() -> None:
+    def function(x: Tensor) -> Tensor:
+        return (Tagged(torch.tanh(x)) * 2).sum()
+
+    one, two = (torch.linspace(-1, 1, 4).requires_grad_() for _ in range(2))
+    # a segment has seen the class
+    zoo.recompute(function, one).backward()
+    torch.compile(function, backend="aot_eager", fullgraph=True)(two).backward()
+    torch.testing.assert_close(two.grad, one.grad)
+
+
 CALLS: Counter[str] = Counter()
 
 
