@@ -49,6 +49,11 @@ class KernelMode(TorchDispatchMode):
     supports_higher_order_operators = True
     keeps_compiled = False
 
+    def __enter__(self) -> Self:
+        _constructors.look()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Returns whether compiled blocks stay compiled; torch asks."""
@@ -94,7 +99,8 @@ class _Constructors:
         self.count = len(kinds)
         for kind in kinds:
             if kind.__new__ is Tensor.__new__:
-                kind.__new__ = _new  # type: ignore[assignment]
+                # as torch's, of an instance also: a function set later would be bound to it
+                kind.__new__ = staticmethod(_new)  # type: ignore[assignment]
 
 
 _constructors = _Constructors()
@@ -114,9 +120,7 @@ class Recorder(KernelMode):
 
     def __enter__(self) -> Self:
         notice_python_kernels()
-        _constructors.look()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
+        return super().__enter__()
 
     def __torch_dispatch__(
         self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None

@@ -3,7 +3,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -447,6 +447,24 @@ def test_a_class_is_called_with_a_tensor_that_the_segment_made(
         return x.grad, [type(kind(x)).__name__, getattr(kind(x), "note", None)]
 
     assert_exact(program)
+
+
+class Doubled(Tagged):
+    """Has a constructor of its own in front of the one that a segment has given."""
+
+    def __new__(cls, data: Tensor) -> Self:
+        return super().__new__(cls, data * 2)
+
+
+def test_a_constructor_is_called_of_an_instance_and_compiled_as_before() -> None:
+    zoo.recompute(torch.sin, torch.ones(2, requires_grad=True)).sum().backward()
+    one = torch.ones(2)
+    tagged = Tagged(one)
+    assert type(tagged.__new__(Tagged, one)) is type(super(Tagged, tagged).__new__(Tagged, one))
+    x = torch.ones(2, requires_grad=True)
+    function = torch.compile(lambda x: (Doubled(x.detach()) * x).sum(), backend="aot_eager")
+    function(x).backward()
+    assert x.grad.tolist() == [2.0, 2.0]
 
 
 def test_a_class_is_called_in_a_compiled_function_as_before() -> None:
