@@ -765,6 +765,26 @@ MODEL = {
         lambda _, training: training.model.scale.sum(),
         lambda _, training: training.model.scale.fill_(0.5),
     ),
+    "buffer negated": Program(
+        lambda: None,
+        lambda _, training: training.model.scale.sum(),
+        lambda _, training: setattr(
+            training.model, "scale", torch._neg_view(training.model.scale.detach())
+        ),
+    ),
+    "buffer of another class": Program(
+        lambda: None,
+        lambda _, training: torch.mul(training.model.scale, 1.0).as_subclass(Tensor).sum(),
+        lambda _, training: setattr(
+            training.model, "scale", training.model.scale.as_subclass(Halved)
+        ),
+    ),
+    "buffer that is sparse": Program(
+        lambda: {"made": torch.eye(6).to_sparse()},
+        lambda *_: None,
+        lambda kept, _: kept.update(made=(torch.eye(6) / 2).to_sparse()),
+        lambda training: product_step(training, lambda kept: kept["made"]),
+    ),
     "buffer strided": Program(
         lambda: None,
         lambda _, training: training.model.scale[0],
@@ -1058,6 +1078,11 @@ STEPS = {
         lambda one: next(one)[1],
         lambda one: None,
     ),
+    "class of tensors": Program(
+        lambda: [1.0],
+        lambda one, training: one[0] * Marked(training.model.scale * 1.0).as_subclass(Tensor)[0],
+        lambda one, _: operator.setitem(one, 0, 0.5),
+    ),
     "in a late turn": number(lambda: itertools.cycle([1.0] * 6 + [0.5]), next, lambda one: None),
     "random number of a class that is not pickled": Program(
         lambda: type("Own", (random.Random,), {})(0), lambda one, _: one.random(), nothing
@@ -1127,7 +1152,37 @@ def dropping(training: Training) -> Any:
     return step
 
 
+def product_step(training: Training, find: Callable[[Any], Tensor]) -> Any:
+    """Returns a step that multiplies outputs by a sparse tensor."""
+    model, optimizer, kept = training.model, training.optimizer, training.kept
+
+    def step(x: Tensor) -> Tensor:
+        loss = torch.sparse.mm(find(kept), model(x)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def filled(kept: Any, training: Training) -> Tensor:
+    """Returns one of two tensors that were empty first."""
+    one, two = torch.empty(()), torch.empty(())
+    torch._foreach_copy_([one, two], [*training.model.scale])
+    return (one.mul_(1.0), two.mul_(0.5))[kept.get().get()]
+
+
 TENSORS = {
+    "another one that was empty first": Program(
+        lambda: Deep(Deep(0)), filled, lambda kept, _: kept.get().put(1)
+    ),
+    "another one that is sparse": Program(
+        lambda: Deep([torch.eye(6).to_sparse(), (torch.eye(6) / 2).to_sparse(), 0]),
+        lambda *_: None,
+        lambda kept, _: operator.setitem(kept.get(), -1, 1),
+        lambda training: product_step(training, lambda kept: kept.get()[kept.get()[-1]]),
+    ),
     "another one": chosen(lambda: (torch.ones(()), torch.full((), 0.5))),
     "another part": chosen(lambda: torch.tensor([1.0, 0.5]).unbind()),
     "another shape": chosen(lambda: (torch.ones(()), torch.full((1,), 0.5))),
@@ -1139,6 +1194,15 @@ TENSORS = {
 
 class Marked(Tensor):
     """A tensor that may be marked."""
+
+
+class Halved(Tensor):
+    """A tensor that is halved where it is multiplied."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result.as_subclass(Tensor) * 0.5 if func is torch.mul else result
 
 
 class Reversed(Tensor):

@@ -36,7 +36,10 @@ BY_AUDIT = {
     },
     "optimizer": {"one that is not told of", "length of gradients"},
     "torch": {"function of tensors"},
-    "tensors": {"another one", "another part", "another shape", "gradients that are dropped"},
+    "tensors": {
+        *("another one", "another part", "another shape", "gradients that are dropped"),
+        *("another one that was empty first", "another one that is sparse"),
+    },
 }
 # what steps change themselves
 REFUSED = {

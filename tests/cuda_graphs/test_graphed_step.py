@@ -527,6 +527,18 @@ def test_a_step_that_is_allowed_is_captured_in_the_same_way() -> None:
     refused(lambda program, counter, output: output + counter.value)
 
 
+def test_a_step_that_returns_an_object_is_refused_before_it_has_run() -> None:
+    program = Program(graphed=False)
+    graphed = zoo.make_graphed_step(
+        lambda x, y: Counter(), model=program.model, optimizer=program.optimizer
+    )
+    results = [graphed(*batch(number)) for number in range(3)]
+    assert [type(result) for result in results] == 3 * [Counter]
+    with pytest.raises(zoo.GraphError, match=r"it returns .*Counter.*; return its tensors"):
+        graphed(*batch(3))
+    assert (graphed.eager, graphed.captures) == (3, 0)
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [

@@ -101,6 +101,18 @@ def test_a_value_that_moves_on_to_the_next_list_is_noticed() -> None:
     assert guards.change() == "lists.waiting (other entries)"
 
 
+def test_a_key_that_moves_on_to_the_next_dict_is_noticed() -> None:
+    one, two = {1: 2, 2: 5}, {7: 3}
+    guards = Guards({"dicts": [one, two]}, torch.device("cpu"))
+    assert guards.change() is None
+    # all values and keys are the same in the same order
+    one.clear()
+    two.clear()
+    one[5] = 2
+    two.update({3: 1, 7: 2})
+    assert guards.change() is not None
+
+
 def test_a_container_that_is_no_longer_empty_is_named_also_if_the_step_has_filled_it() -> None:
     filled: dict[str, list[float]] = {"first": [], "second": []}
     guards = Guards({"lists": filled}, torch.device("cpu"))

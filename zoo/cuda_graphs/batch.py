@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zoo._torch import DisableTorchFunction, PyTree, is_traceable_wrapper_subclass
-from zoo.cuda_graphs.watched_values import PLAIN, is_plain
+from zoo.cuda_graphs.watched_values import is_plain
 from zoo.errors import GraphError, shortened
 from zoo.invocation import Invocation
 from zoo.profiling.tensor_spec import flattened
@@ -118,12 +118,6 @@ def _copy_numbers(static: Tensor, tensor: Tensor) -> None:
 
 def own_outputs(outputs: PyTree) -> PyTree:
     """Returns what a step returned in tensors of its own, without a graph of autograd."""
-    for leaf in flattened(outputs)[0]:
-        if not isinstance(leaf, (Tensor, *PLAIN)):
-            raise GraphError(
-                f"a graphed step returns tensors and plain values in tuples, lists and dicts; got "
-                f"{shortened(leaf)}, which a replay would not renew. Return its tensors"
-            )
     return Invocation((outputs,)).map(lambda tensor: tensor.detach().clone()).args[0]
 
 

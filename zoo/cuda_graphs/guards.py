@@ -173,7 +173,7 @@ class Guards:
             self._watch(found, (lambda: (base.__len__(values),),))
         elif issubclass(base, dict):
             parts = base.values.__get__(values), base.__iter__.__get__(values)
-            self._watch(found, parts, dict(values), write)
+            self._watch(found, (*parts, (values,).__iter__), dict(values), write)
         else:
             # itself as their end: a value that moves on to the next list is another entry there
             parts = base.__iter__.__get__(values), (values,).__iter__

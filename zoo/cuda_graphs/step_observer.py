@@ -27,10 +27,10 @@ from torch import Tensor, UntypedStorage
 
 from zoo._torch import Args, Kwargs, Operator, PyTree, pytree
 from zoo.cuda_graphs.guards import Guards
-from zoo.cuda_graphs.watched_values import is_plain, is_same, whereabouts
+from zoo.cuda_graphs.watched_values import PLAIN, is_plain, is_same, whereabouts
 from zoo.engine.recorder import KernelMode
 from zoo.engine.segments import thread
-from zoo.engine.tensor_state import gone, storage_of
+from zoo.engine.tensor_state import gone, parts_of, storage_of, with_storages
 from zoo.errors import shortened
 from zoo.profiling.source_location import line_of_frame
 from zoo.profiling.tensor_spec import flattened
@@ -109,6 +109,7 @@ class Observation(KernelMode):  # type: ignore[no-untyped-call]
         self.obstacle: str | None = None
         self.calls: list[ObservedKernel] = []
         self.storages: dict[int, UntypedStorage] = {}
+        self.fresh = itertools.count()
         # by the numbers of storages, weakly since another may get the number: what a storage is
         # called, from where on, and whether the step made it or was given it
         self.origins: dict[int, tuple[Callable[[], object], str, int, bool]] = {}
@@ -127,6 +128,9 @@ class Observation(KernelMode):  # type: ignore[no-untyped-call]
             self._outputs: PyTree = step()
         leaves, structure = flattened(self._outputs)
         self.calls.append(("what it returns", (str(structure), *map(self.value, leaves))))
+        for leaf in (leaf for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))):
+            what = f"it returns {shortened(leaf)}, which a replay would not renew"
+            self.note(what, "return its tensors, in tuples, lists and dicts")
         if generators != _host_generators(state):
             what = "it draws random numbers on the host, which replays would not draw again"
             way_out = f"draw them on {self.device}, or before the step and pass them as a tensor"
@@ -187,7 +191,7 @@ class Observation(KernelMode):  # type: ignore[no-untyped-call]
     ) -> PyTree:
         """Runs a kernel and writes it down."""
         leaves = pytree.tree_leaves((args, kwargs))
-        calls, inputs = self.calls, [x for x in leaves if isinstance(x, Tensor)]
+        calls, inputs = self.calls, with_storages(leaves)
         is_lifted = getattr(func, "_schema", None) is not None and func._schema.name == LIFTED
         if is_lifted:
             self._name(inputs[0], f"the constant of kernel {len(calls)}")
@@ -195,13 +199,13 @@ class Observation(KernelMode):  # type: ignore[no-untyped-call]
             calls.append((str(func), (*(kwargs or {}), *map(self.value, leaves))))
         before = {*map(storage_of, inputs)}
         out = func(*args, **kwargs or {})
-        results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        results = with_storages(pytree.tree_leaves(out))
         draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         for index, tensor in enumerate(results):
             if storage_of(tensor) not in before:
                 is_seed = draws and tensor.dtype in SEEDS and tensor.numel() <= MOST_SEEDS
-                # what is empty first is called after the kernel in front of it
-                name = f"result {index} of kernel {len(calls) - 1}"
+                # what is empty is called after its first use
+                name = "" if func in IDLE else f"result {index} of kernel {len(calls) - 1}"
                 self._name(tensor, UNSEEN.origin if is_seed else name)
         if self.obstacle is None:
             self._look_for_obstacle(func, inputs, results, is_lifted)
@@ -211,19 +215,23 @@ class Observation(KernelMode):  # type: ignore[no-untyped-call]
         """Returns what a graph makes constant of an argument of a kernel."""
         if not isinstance(leaf, Tensor):
             return leaf if is_plain(leaf) else type(leaf).__name__
+        if parts := parts_of(leaf):
+            return (*map(self.value, parts),)
         where, origin = whereabouts(leaf), self._origin(leaf)
         assert where is not None, "it is a tensor"
         is_copy = origin is None and thread.replaying and where.address not in self.of_state
         if not where.geometry or is_copy:
             return UNSEEN
         name, begin, is_own = origin or ("another tensor from before the step", 0, False)
+        if not name:
+            self._name(leaf, name := f"new memory {next(self.fresh)}")
         if not is_own:
             self.storages[where.address] = leaf.untyped_storage()
         if name == UNSEEN.origin:
             return UNSEEN
         if is_own and leaf.numel() == 1 and self._is_on_host(leaf):
             return leaf.tolist()
-        offset, *geometry = where.geometry
+        offset, *geometry = where.geometry[:4]
         return Operand(name, 0 if origin else where.address, (offset - begin, *geometry))
 
     def _look_for_obstacle(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo._torch import DisableTorchFunction
+from zoo.engine.tensor_state import parts_of
 from zoo.errors import shortened
 
 # types whose values are compared; a subclass by their methods, which it cannot replace
@@ -72,7 +73,7 @@ class Whereabouts(NamedTuple):
     geometry: tuple[Any, ...] = ()
     requires_grad: bool = False
     identity: int | None = None
-    # another may come to lie at the address when this is freed
+    # another may come to lie at the address when this is freed; the parts of a sparse tensor
     storage: Any = None
 
 
@@ -83,12 +84,15 @@ def whereabouts(tensor: Any) -> Whereabouts | None:
         return None
     identity = id(tensor) if issubclass(type(tensor), nn.Parameter) else None
     try:
-        geometry = tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype
+        place = tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype
+        # the same memory may be read in another way
+        geometry = (*place, type(tensor), tensor.is_conj(), tensor.is_neg())
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
     except (NotImplementedError, RuntimeError):
         # such as the mark of a gradient that was used in the backward
-        return Whereabouts(0, (), tensor.requires_grad, identity)
+        parts = (*map(whereabouts, parts_of(tensor)),)
+        return Whereabouts(0, (), tensor.requires_grad, identity, parts)
     return Whereabouts(address, geometry, tensor.requires_grad, identity, ref(storage))
 
 

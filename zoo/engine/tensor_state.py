@@ -90,6 +90,12 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     return []
 
 
+def with_storages(leaves: Iterable[object]) -> list[Tensor]:
+    """Returns the tensors among leaves; of a sparse one its parts."""
+    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+    return [part for tensor in tensors for part in parts_of(tensor) or [tensor]]
+
+
 def take_apart(tensor: object) -> tuple[Kwargs, Callable[[Kwargs], PyTree]]:
     """Returns the parts of a wrapper, none of any other tensor, and a function that rebuilds it."""
     if not is_traceable_wrapper_subclass(tensor):
