@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zoo
 from tests.training import assert_same, frozen
 from zoo._torch import count_dispatch_modes, excluded_keys, included_keys, top_saved_tensors_hooks
-from zoo.engine.devices import read_streams
+from zoo.engine.devices import DRAWING, read_streams
 from zoo.engine.kernel_settings import read_settings
 from zoo.engine.recompute import recorders
 from zoo.engine.segments import thread
@@ -174,6 +174,7 @@ def test_an_interrupt_at_any_line_is_undone(
     for number, interrupt in enumerate(last_times(make, step)):
         interrupt.during(step)
         assert state_of_thread() == before, interrupt.only
+        assert not DRAWING._is_owned(), "other threads would wait for ever"
         # a whole step takes long
         if number % 20 == 0:
             assert_same(frozen(step()), expected)

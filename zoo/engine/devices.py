@@ -483,6 +483,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=DRAWING._at_fork_reinit)  # type: ignore[attr-defined]
 
 
+def release_draws() -> None:
+    """Has this thread hold `DRAWING` no longer; an interrupt at the end of a block leaves it held.
+
+    Python raises that there if something traces its lines, such as a debugger.
+    """
+    while DRAWING._is_owned():  # type: ignore[attr-defined]
+        DRAWING.release()
+
+
 def draw_as(draws: PackedDraws, restore: dict[int, SetAsideState]) -> None:
     """Sets streams to recorded states; `restore` gets their own states, by the ids of streams.
 

@@ -47,6 +47,7 @@ from zoo._torch import (
     sequence_number,
     top_saved_tensors_hooks,
 )
+from zoo.engine.devices import release_draws
 from zoo.engine.dispatch_keys import kernel_of
 from zoo.engine.host_memory import HostMemory, Offloading
 from zoo.engine.operands import External
@@ -540,6 +541,7 @@ class Conductor(Recorder):
         while thread.segment is not None:
             self._close()
         thread.conductor = None
+        release_draws()
         if self.offloading is not None:
             self.offloading.copy_out()
 

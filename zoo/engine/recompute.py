@@ -42,6 +42,7 @@ from zoo._torch import (
     wrap_jit_traces,
 )
 from zoo.engine.compiled_segments import check_graph_of
+from zoo.engine.devices import release_draws
 from zoo.engine.recorder import Recorder, out_of_segments
 from zoo.engine.saved_tensors import pack, prune, refuse_hooks, unpack
 from zoo.engine.segments import Segment, thread
@@ -207,6 +208,7 @@ class segment:
             recorders.mode.recording = None
         self.part = None
         if part.parent is None:
+            release_draws()
             prune(part)
 
 

@@ -30,6 +30,7 @@ from zoo._torch import (
     tracer_modes,
     will_run,
 )
+from zoo.engine.devices import release_draws
 from zoo.engine.operands import REPLACED, External, Value, external_of
 from zoo.engine.recording import Recording
 from zoo.engine.replay import external_tensors, kernels_in, replay, schedule, without_modes
@@ -236,6 +237,8 @@ def unpack_handle(handle: Handle) -> Tensor:
             finally:
                 # once more, where an interrupt has cut it short
                 thread.replaying = around
+                if not around and thread.segment is None:
+                    release_draws()
         if handle.is_written:
             raise RecomputeError(WRITTEN)
         tensor = handle.tensor
