@@ -57,7 +57,7 @@ GUARDS = {
     "../tracing/test_graphs_in_front": """
         TracedGraph.is_in_front: never node self _in_front
         TracedGraph.note_kernel: drop hooked
-        autograd_interpreter.gradients_of: never incoming is_in_front
+        autograd_interpreter._gradients_of: never incoming is_in_front
         saved_tensors._check_modes: never new""",
     "pitfalls/test_aliases": """
         Recorder._run: never _is_given_twice

@@ -15,13 +15,18 @@ def tracing_once(known: Traces, name_of: Callable[[nn.Module], Any]) -> Callable
     """Returns what traces a step unless `known` has one of a model with that name."""
 
     def trace_of(
-        model: nn.Module, given: Invocation, loss: Any = None, blocks: Sequence[str] = ()
+        model: nn.Module,
+        given: Invocation,
+        loss: Any = None,
+        blocks: Sequence[str] = (),
+        *,
+        is_judged: bool = False,
     ) -> StepTrace:
         # the last of the structure is an optimizer in the backward, of which a trace knows nothing
         structure, sizes = InputSpec.of(given, model)
-        key = name_of(model), structure[:-1], sizes, loss, tuple(blocks)
+        key = name_of(model), structure[:-1], sizes, loss, tuple(blocks), is_judged
         if key not in known:
-            known[key] = model, step_trace_of(model, given, loss, blocks)
+            known[key] = model, step_trace_of(model, given, loss, blocks, is_judged=is_judged)
         return known[key][1]
 
     return trace_of

@@ -9,8 +9,10 @@ import contextlib
 import ctypes
 import functools
 import importlib.util
+import itertools
 import operator
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -34,7 +36,7 @@ try:
         _AutoDispatchBelowAutograd as BelowAutograd,
         _autograd,
         _current_autograd_node as current_node,
-        _current_graph_task_id as current_backward,
+        _current_graph_task_id,
         _DisableAutocast as DisableAutocast,
         _disabled_torch_dispatch_impl as disabled_torch_dispatch,
         _DisableTorchDispatch as DisableTorchDispatch,
@@ -209,7 +211,7 @@ if hasattr(torch._C, "_cuda_tunableop_enable"):
 # the precision of a library's operation in float32 ("conv"), or of all of them ("all")
 precision_of: Any = _private("_C._get_fp32_precision_getter")
 set_precision: Any = _private("_C._set_fp32_precision_setter")
-queue_callback: Any = _private("autograd.Variable._execution_engine.queue_callback")
+_queue_callback: Any = _private("autograd.Variable._execution_engine.queue_callback")
 _is_profiling_here: Any = _private("autograd._profiler_enabled")
 _private("autograd.profiler._is_profiler_enabled")
 note_profiling: Any = _private("autograd.profiler._set_is_profiler_enabled")
@@ -233,9 +235,50 @@ def is_profiling() -> bool:
     return _is_profiling_here() or torch.autograd.profiler._is_profiler_enabled
 
 
+class _Interpreted(threading.local):
+    """The backward that this thread runs node by node, without autograd's engine: its number.
+
+    It is below -1, so that it is none of the engine's; -1 outside of one.
+    """
+
+    backward = -1
+    callbacks: list[Callable[[], object]]
+
+
+_interpreted = _Interpreted()
+_interpreted_backwards = itertools.count(-2, -1)
+
+
+@contextlib.contextmanager
+def interpreted_backward() -> Iterator[None]:
+    """Makes the block a backward for all that asks for it, as one that autograd's engine runs."""
+    before = _interpreted.backward
+    _interpreted.backward, _interpreted.callbacks = next(_interpreted_backwards), []
+    try:
+        yield
+    finally:
+        callbacks, _interpreted.backward = _interpreted.callbacks, before
+        for callback in callbacks:
+            callback()
+
+
+def current_backward() -> int:
+    """Returns the number of the backward that runs on this thread; -1 outside of one."""
+    task: int = _current_graph_task_id()
+    return _interpreted.backward if task == -1 else task
+
+
+def queue_callback(callback: Callable[[], object]) -> None:
+    """Calls a function when the current backward is over."""
+    if _current_graph_task_id() == -1:
+        _interpreted.callbacks.append(callback)
+    else:
+        _queue_callback(callback)
+
+
 def is_graph_kept() -> bool:
     """Returns whether a backward of autograd's engine runs here, and keeps its graph."""
-    return current_backward() != -1 and bool(_get_current_graph_task_keep_graph())
+    return _current_graph_task_id() != -1 and bool(_get_current_graph_task_keep_graph())
 
 
 def will_run(node: Any) -> bool:
@@ -243,7 +286,7 @@ def will_run(node: Any) -> bool:
 
     Code that calls autograd nodes by itself, without the engine, calls them all.
     """
-    return current_backward() == -1 or bool(_will_engine_execute_node(node))
+    return _current_graph_task_id() == -1 or bool(_will_engine_execute_node(node))
 
 
 @contextlib.contextmanager

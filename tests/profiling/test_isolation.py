@@ -4,9 +4,12 @@ The model here computes with what it moves, so that a plan that moved it once mo
 gradient.
 """
 
+import os
 import random
+import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook
 import zoo
 from tests.training import assert_same, everything, frozen
 from zoo.errors import ArgumentError
-from zoo.profiling.isolation import PLANNING, in_fork
+from zoo.profiling.isolation import PLANNING, ForkedCall, in_fork, isolated_service
 from zoo.tracing.isolated_trace import TraceError
 
 # its stream is one of those that planning moves
@@ -205,3 +208,34 @@ def test_a_child_may_wait_for_a_process(monkeypatch: pytest.MonkeyPatch) -> None
         return subprocess.run(["sleep", "3"], check=True).returncode
 
     assert in_fork(function) == 0
+
+
+def test_each_request_finds_what_the_function_has_left() -> None:
+    """It is served in a fork of its own; one that ends its process ends no other."""
+    kept: list[int] = []
+
+    def serve(request: int) -> list[int]:
+        kept.append(request)
+        return kept if request else os._exit(3)
+
+    answer, ask = isolated_service(lambda _: kept.append(1), serve, ArgumentError)
+    assert answer is None
+    assert (ask(2), ask(3)) == ([1, 2], [1, 3])
+    assert "status 3" in ask(0).text
+    assert (ask(4), kept) == ([1, 4], [])
+
+
+def test_a_process_that_serves_ends_with_its_last_user() -> None:
+    """Also if another process that was forked meanwhile holds the pipe to it."""
+    child = ForkedCall(lambda: 1, lambda request: request + 1)
+    assert (child.receive(), child.ask(4)) == (1, 5)
+    other = os.fork()
+    if not other:
+        time.sleep(60)
+        os._exit(0)
+    number = child.child
+    del child
+    with pytest.raises(ProcessLookupError):
+        os.kill(number, 0)
+    os.kill(other, signal.SIGKILL)
+    os.waitpid(other, 0)

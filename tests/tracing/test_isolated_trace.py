@@ -373,7 +373,7 @@ def test_the_backward_of_what_depends_on_numbers_is_logged() -> None:
 
 def test_an_answer_that_cannot_be_sent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     raised = FailedCall("PicklingError: no such answer")
-    monkeypatch.setattr("zoo.profiling.isolation.in_fork", lambda _: raised)
+    monkeypatch.setattr("zoo.profiling.isolation.ForkedCall.receive", lambda _: raised)
     with pytest.raises(ArgumentError, match=r"Linear cannot be traced ahead \(PicklingError: no"):
         zoo.plan(nn.Linear(3, 3), torch.rand(2, 3), max_overhead=0.5)
 

@@ -196,10 +196,13 @@ def outline_of(
     invocation: Invocation,
     loss: Loss | None = None,
     patterns: Sequence[str] | None = None,
+    *,
+    is_judged: bool = False,
 ) -> Outline:
     """Returns the steps that a model runs for some inputs, traced ahead of a training step.
 
-    The blocks are the modules that `patterns` name, or those of the plan in force.
+    The blocks are the modules that `patterns` name, or those of the plan in force. If it
+    `is_judged`, it has dry steps.
 
     Raises:
         ArgumentError: it does not take these arguments, or reads data of a real step.
@@ -207,7 +210,8 @@ def outline_of(
     """
     patterns = named_steps(model) if patterns is None else patterns
     blocks = paths_of(model, patterns)
-    return partition(model, step_trace_of(model, invocation, loss, blocks), blocks)
+    trace = step_trace_of(model, invocation, loss, blocks, is_judged=is_judged)
+    return partition(model, trace, blocks)
 
 
 def _names(steps: Any) -> tuple[str, ...] | None:

@@ -133,11 +133,12 @@ def planner_for(
     optimizer: OptimizerOption | OptimizerBytes | None = torch.optim.AdamW,
     loss: Loss | None = None,
     measured: bool = True,
+    judged: bool = False,
     **options: Any,
 ) -> StepPlanner:
     """Traces a model for these inputs; options are those of `StepPlanner`.
 
-    `measured` runs its kernels where their device is here.
+    `measured` runs its kernels where their device is here; `judged` keeps what dry steps need.
     """
     check_step(model, "planning", loss)
     check_gathered(model)
@@ -151,9 +152,8 @@ def planner_for(
         torch.enable_grad(),
         shown(title_of(model, tuple(invocation.tensors))),
     ):
-        planner = StepPlanner(
-            model, outline_of(model, invocation, loss), invocation.tensors, **options
-        )
+        outline = outline_of(model, invocation, loss, is_judged=judged)
+        planner = StepPlanner(model, outline, invocation.tensors, **options)
         if not planner.profile.is_trained:
             raise ArgumentError(nothing_trained(model))
         return planner.measured() if measured else planner

@@ -9,6 +9,7 @@ memory that a replay may read. So what the ledger cannot know costs memory, neve
 """
 
 import ctypes
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
@@ -439,6 +440,15 @@ def hold_readers(readers: Iterable[External], storage: UntypedStorage, tensor: T
             reader.hold(copy)
 
 
+class _FakeCopies(threading.local):
+    """Whether copies of fake tensors, which have no numbers, take memory: a dry step counts it."""
+
+    are_made = False
+
+
+fake_copies = _FakeCopies()
+
+
 def is_small(tensor: Tensor) -> bool:
     """Returns whether a tensor's storage is copied in case the program changes it."""
     if _is_parameter(tensor) or _is_parameter(tensor._base):
@@ -453,8 +463,10 @@ def _is_parameter(tensor: Tensor | None) -> bool:
 
 def _copied(storage: UntypedStorage, tensor: Tensor) -> UntypedStorage:
     if isinstance(tensor, FakeTensor):
-        # a fake tensor has no numbers that could change
-        return storage
+        # it has no numbers that could change
+        if not fake_copies.are_made:
+            return storage
+        return tensor.new_empty(storage.nbytes(), dtype=torch.uint8).untyped_storage()
     if not tensor.is_cpu:
         with DisableTorchDispatch():
             cloned: UntypedStorage = storage.clone()

@@ -45,16 +45,19 @@ from zoo.planner.costs import (
     least_possible,
     simulate,
 )
+from zoo.planner.dry_step import DryStep, Gradients, Row, StepBytes, bytes_of_step
 from zoo.planner.least_memory import least_memory
 from zoo.planner.offload_choices import COUNT, choices, segments_of
 from zoo.planner.plan import Item, Plan, RoomyPlan, falling, first_step, thinned
 from zoo.policy.plan_report import FixedBytes, Frontier, PeakBytes, PlanReport, Point
 from zoo.profiling.caching_allocator import Rounding, rounding_of, with_rests
+from zoo.profiling.isolation import FailedCall
 from zoo.profiling.kernel_costs import Device, KernelCosts, rated_device, rated_name
 from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerBytes, optimizer_bytes
 from zoo.profiling.peak_memory import resident_bytes
 from zoo.profiling.progress import each, shown
 from zoo.profiling.step_profile import Outline, Profile
+from zoo.profiling.tensor_spec import KernelSpec
 from zoo.units import SIZES, at_least, exact_bytes, parse_bytes, parse_ratio
 
 # bytes of a generator's state, and of a packed one that a segment keeps
@@ -326,6 +329,27 @@ class StepPlanner:
             raise self._budget_error(limit_bytes)
         return self.describe(within[-1], limit_bytes)
 
+    def judged_peak(self, point: Point) -> int:
+        """Returns the peak of a dry step by a plan; by the costs of steps where there is none."""
+        step = self.judgement(self.of_model(point).plan, frozenset(point.offloads))
+        return point.peak if step is None else self._peak(point.plan, step.peak, step.held)
+
+    def judgement(self, plan: Plan, offloads: frozenset[int] = frozenset()) -> StepBytes | None:
+        """Returns what a step by a plan of the model takes; None if no dry step tells."""
+        outline = self.outline
+        if outline.dry_step is None or any(map(_is_of_cudnn, outline.specs)):
+            return None
+        cuts = outline.cuts[: self.steps]
+        log = outline.dry_step(DryStep(plan, cuts, offloads, self.holds_outputs))
+        return None if isinstance(log, FailedCall) else self.bytes_of_log(log)
+
+    def bytes_of_log(self, log: Sequence[Row]) -> StepBytes:
+        """Returns what a dry step takes, from its log."""
+        rates = self.profile.rates(self.rated, self.kernels)
+        updates = self.optimizer_bytes.updates
+        gradients = Gradients(self.profile.gradient_bytes, updates, self.accumulates)
+        return bytes_of_step(log, self.rounding, rates, gradients)
+
     def plans_with_room(self, budget: int) -> list[RoomyPlan]:
         """Returns the plans for a budget in bytes and for larger inputs, the fastest first.
 
@@ -525,16 +549,9 @@ class StepPlanner:
         result: Simulation | None = None,
     ) -> Point:
         result = result or self.simulate(plan, self.costs_with_gradients, offloads)
-        draws = sum(self.costs.draws)
-        # random states that segments keep, and one that a replay restores: the same for all plans,
-        # as if each kernel that draws had its own segment
-        streams = KEPT_STREAM * draws + STREAM if draws and plan.depth() else 0
-        during = self._resident + result.peak + streams
         seconds = sum(self.costs.seconds) + sum(self.costs.seconds_backward) or 1.0
-        # the loss and the gradient 1 that `backward` holds to its end: on CUDA a block each
-        numbers = max(NUMBERS, 2 * self.rounding(1))
         return Point(
-            max(during, self._optimizer_peak) + numbers,
+            self._peak(plan, result.peak, self.costs.bytes_of(self.costs.held_until_end)),
             1 + (result.recomputed_seconds + result.waited_seconds) / seconds,
             plan,
             name,
@@ -542,6 +559,17 @@ class StepPlanner:
             result.offloaded,
             tuple(step for step, size in enumerate(result.on_host) if size),
         )
+
+    def _peak(self, plan: Plan, peak: int, held: int) -> int:
+        """Returns the peak of a whole step; `held` are bytes that the program holds at its end."""
+        draws = sum(self.costs.draws)
+        # random states that segments keep, and one that a replay restores: the same for all plans,
+        # as if each kernel that draws had its own segment
+        streams = KEPT_STREAM * draws + STREAM if draws and plan.depth() else 0
+        # the loss and the gradient 1 that `backward` holds to its end: on CUDA a block each
+        numbers = max(NUMBERS, 2 * self.rounding(1))
+        during = self._resident + peak + streams
+        return max(during, self.fixed.optimizer_peak + held) + numbers
 
     def describe(self, point: Point, budget: int | None) -> PlanReport:
         """Returns the report of a point that was chosen for a budget in bytes, or for a time."""
@@ -595,6 +623,11 @@ class StepPlanner:
         parts = *same, gradients, kept, recomputed, between, work
         reserve = point.peak - sum(parts) - fixed.libraries
         return PeakBytes(phase, *parts, reserve, fixed.libraries)
+
+
+def _is_of_cudnn(spec: KernelSpec | None) -> bool:
+    """Returns whether a kernel is a network of cuDNN, whose reserve no dry step counts yet."""
+    return spec is not None and spec.operator.startswith("aten._cudnn_rnn")
 
 
 def _best(points: Iterable[Point]) -> list[Point]:

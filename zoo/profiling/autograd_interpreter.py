@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from zoo._torch import sequence_number
+from zoo._torch import interpreted_backward, sequence_number
 from zoo.engine.recompute import is_packing
 from zoo.profiling.fake_tensors import NumbersNeeded
 
@@ -172,15 +172,20 @@ def gradients_of(
     graph stays as it was: backwards and hooks for saved tensors that the program defines are not
     called, and zeros stand for their gradients.
     """
+    with interpreted_backward():
+        yield from _gradients_of(roots, on_node, on_end, graph, keeps_graph)
+
+
+def _gradients_of(
+    roots: list[Tensor],
+    on_node: Callable[[Node], bool],
+    on_end: Callable[[], object],
+    graph: TracedGraph | None,
+    keeps_graph: bool,
+) -> Iterator[LeafGradient]:
     pending = _pending((root.grad_fn for root in roots if root.grad_fn is not None), graph)
     while roots:
-        root = roots.pop()
-        if (grad_fn := root.grad_fn) is not None:
-            ones = torch.ones(root.shape, dtype=root.dtype, device=root.device)
-            pending[grad_fn].gradients[root.output_nr] = ones
-            pending[grad_fn].owners.append(root)
-            del ones
-        del root, grad_fn
+        _start(roots.pop(), pending)
     order = itertools.count()
     ready: list[tuple[int, int, Node]] = [
         (-node._sequence_nr(), next(order), node) for node in pending if not pending[node].missing
@@ -229,6 +234,18 @@ def gradients_of(
                 if not pending[behind].missing:
                     heapq.heappush(ready, (-behind._sequence_nr(), next(order), behind))
         del fitted, following, gradient, behind
+
+
+def _start(root: Tensor, pending: dict[Node, _PendingNode]) -> None:
+    """Gives the node of a root a gradient of ones."""
+    if (node := root.grad_fn) is None:
+        return
+    shape, dtype, device, number = root.shape, root.dtype, root.device, root.output_nr
+    if _is_function(node):
+        pending[node].owners.append(root)
+    # as the loss that is not known has released it
+    del root
+    pending[node].gradients[number] = torch.ones(shape, dtype=dtype, device=device)
 
 
 def _pending(roots: Iterable[Node], graph: TracedGraph | None) -> dict[Node, _PendingNode]:

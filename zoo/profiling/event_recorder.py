@@ -34,7 +34,7 @@ from zoo.engine.recorder import KernelMode
 from zoo.engine.saved_tensors import is_in_graph
 from zoo.engine.segments import Pack, Unpack
 from zoo.engine.storages import SMALL
-from zoo.engine.tensor_state import detached
+from zoo.engine.tensor_state import alive, detached
 from zoo.planner.step_events import (
     AT_END,
     Allocated,
@@ -89,6 +89,17 @@ def is_cached(func: Operator, args: Args, result: PyTree) -> bool:
     is_trained = source.requires_grad and source.is_leaf and not source._is_view()
     is_lower = result.dtype is torch.get_autocast_dtype(source.device.type)
     return is_trained and is_lower and source.dtype is torch.float32
+
+
+def roots_of(outputs: Sequence[Tensor], loss: Tensor | None) -> list[Tensor]:
+    """Returns the tensors at which a backward begins: the loss, or all outputs if it is not known.
+
+    Of a language model that returns its loss and then its logits, that is the loss.
+    """
+    if loss is not None:
+        return [loss] if loss.grad_fn is not None else []
+    roots = [output for output in outputs if output.grad_fn is not None]
+    return roots[:1] if roots and not roots[0].shape else roots
 
 
 @dataclass(slots=True)
@@ -218,19 +229,26 @@ class EventRecorder(KernelMode):
                     self.events.inputs.add(self._add(storage))
 
     def note_ends(self, outputs: Sequence[Tensor], loss: Tensor | None) -> list[Tensor]:
-        """Notes the model's outputs, and returns the tensors at which the backward begins.
-
-        Without a known loss these are all outputs; of a language model that returns its loss and
-        then its logits, the loss.
-        """
+        """Notes the model's outputs, and returns the tensors at which the backward begins."""
         self.events.outputs = self.numbers_of(outputs)
-        roots = [output for output in outputs if output.grad_fn is not None]
-        if loss is not None:
-            roots = [loss] if loss.grad_fn is not None else []
-        elif roots and not roots[0].shape:
-            roots = roots[:1]
         self.events.ends = self.numbers_of([] if loss is None else [loss])
-        return roots
+        return roots_of(outputs, loss)
+
+    @property
+    def kernels(self) -> dict[str, int]:
+        """The numbers of the different kernel calls, by the text of their specs."""
+        return {text: number for text, (number, _) in self._kernels.items()}
+
+    @property
+    def constants(self) -> list[UntypedStorage]:
+        """Storages that neither the program made nor the model owns, and what it owns."""
+        return self._owned
+
+    def remaining(self) -> list[UntypedStorage]:
+        """Returns the storages of the forward that the program holds, when the backward is over."""
+        held = self._held_of_forward()
+        tensors = alive([*self._watched.values()])
+        return [s for t in tensors for s in storages_of(t) if self._numbers_at([s]) & held]
 
     def numbers_of(self, tensors: Iterable[Tensor]) -> frozenset[int]:
         """Returns the numbers of the storages of tensors, without those that are left out."""

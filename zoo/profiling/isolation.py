@@ -25,8 +25,9 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import IO, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -89,15 +90,40 @@ def isolated(function: Callable[[bool], T], failed: Callable[[str], ZooError]) -
     Raises:
         ZooError: the function's own, or `failed` of the text of any other error.
     """
+    return isolated_service(function, None, failed)[0]
+
+
+def isolated_service(
+    function: Callable[[bool], T],
+    serve: Callable[[Any], Any] | None,
+    failed: Callable[[str], ZooError],
+) -> tuple[T, Callable[[Any], Any]]:
+    """Calls a function as `isolated` does; returns also what answers requests, there, by `serve`.
+
+    Each request finds what the function has left there. Without a fork it finds what the one before
+    has left.
+    """
     answer: T | FailedCall = FailedCall(NO_FORK)
+    here = functools.partial(_served_here, serve)
+    ask: Callable[[Any], Any] = here
     if can_fork():
-        answer = in_fork(lambda: _answer(function, True))
+        child = ForkedCall(lambda: _answer(function, True), serve)
+        answer, ask = child.receive(), child.ask
+        if serve is None or isinstance(answer, FailedCall):
+            child.close()
     if isinstance(answer, FailedCall) and NO_FORK in answer.text:
+        ask = here
         with random_state_restored():
             answer = _answer(function, False)
     if isinstance(answer, FailedCall):
         raise answer.error or failed(answer.text)
-    return answer
+    return answer, ask
+
+
+def _served_here(serve: Callable[[Any], Any] | None, request: Any) -> Any:
+    assert serve is not None, "it is asked what it serves"
+    with random_state_restored():
+        return _answer_to(serve, request)
 
 
 def _answer(function: Callable[[bool], T], is_forked: bool) -> T | FailedCall:
@@ -112,37 +138,107 @@ def _answer(function: Callable[[bool], T], is_forked: bool) -> T | FailedCall:
 
 def in_fork(function: Callable[[], T | FailedCall]) -> T | FailedCall:
     """Calls a function in a forked process; returns its result or a `FailedCall`."""
-    reader, writer = os.pipe()
-    # Python seeds its generator anew in a forked process, and a forward may branch by it
-    stream = random.getstate()
-    with warnings.catch_warnings():
-        # Python warns of the parent's threads, for which the child does not wait
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if not child:
-        os.close(reader)
-        random.setstate(stream)
-        _be_child(function, writer)
-    os.close(writer)
-    status: int | None = None
+    child = ForkedCall(function)
     try:
-        with os.fdopen(reader, "rb") as pipe:
-            answer = pipe.read()
-    except BaseException:
-        os.kill(child, signal.SIGKILL)
-        raise
+        return child.receive()  # type: ignore[no-any-return]
     finally:
-        # other code may have waited for all children
-        with contextlib.suppress(ChildProcessError):
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if not answer:
-        return FailedCall(f"it ended the process, with status {status}")
-    result: T | FailedCall = pickle.loads(answer)
-    return result
+        child.close()
 
 
-def _be_child(function: Callable[[], object], writer: int) -> NoReturn:
-    """Sends the answer and ends the process at once, without the cleanup that is the parent's."""
+class ForkedCall:
+    """A forked process that calls a function, and then answers requests, each in a fork of its own.
+
+        parent    fork -------- result ------- ask ---------- answer -- close
+        child        function                    fork                     end
+        its child                                    serve
+
+    So what a request changes is undone before the next one. Without `serve` it ends at once.
+    """
+
+    def __init__(
+        self, function: Callable[[], Any], serve: Callable[[Any], Any] | None = None
+    ) -> None:
+        (reading, to_parent), (from_parent, writing) = os.pipe(), os.pipe()
+        # Python seeds its generator anew in a forked process, and a forward may branch by it
+        stream = random.getstate()
+        with warnings.catch_warnings():
+            # Python warns of the parent's threads, for which the child does not wait
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.child = os.fork()
+        if not self.child:
+            os.close(reading)
+            os.close(writing)
+            random.setstate(stream)
+            _be_child(function, serve, from_parent, to_parent)
+        os.close(to_parent)
+        os.close(from_parent)
+        self._reader = os.fdopen(reading, "rb")
+        # unbuffered: what is written to a child that has ended is not written again at the close
+        self._writer = os.fdopen(writing, "wb", buffering=0)
+        is_serving = serve is not None
+        pipes = self._reader, self._writer
+        self._end = weakref.finalize(self, _end_child, self.child, is_serving, *pipes)
+
+    def ask(self, request: object) -> Any:
+        """Returns the answer to a request, which is pickled, or a `FailedCall`."""
+        try:
+            _send(self._writer, pickle.dumps(request))
+        except OSError:
+            return FailedCall("it has ended the process")
+        return self.receive()
+
+    def receive(self) -> Any:
+        """Returns what the child sends next, or a `FailedCall` if it ends instead."""
+        try:
+            sent = _receive(self._reader)
+        except BaseException:
+            os.kill(self.child, signal.SIGKILL)
+            raise
+        if sent is None:
+            status = self.close()
+            return FailedCall(f"it ended the process, with status {status}")
+        return pickle.loads(sent)
+
+    def close(self) -> int | None:
+        """Ends the child; returns its status, unless other code has waited for it."""
+        return self._end()
+
+
+def _end_child(child: int, is_serving: bool, *pipes: IO[bytes]) -> int | None:
+    for pipe in pipes:
+        pipe.close()
+    # other code may have waited for all children
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):
+        if is_serving:
+            # another process that was forked meanwhile may hold the pipe by which it would see
+            # the end
+            os.kill(child, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return None
+
+
+def _send(pipe: IO[bytes], data: bytes) -> None:
+    """Sends a pickled value."""
+    data = len(data).to_bytes(8, "little") + data
+    while data:
+        # unbuffered, it may take a part
+        data = data[pipe.write(data) :]
+
+
+def _receive(pipe: IO[bytes]) -> bytes | None:
+    """Returns the next pickled value; None at the end."""
+    size = int.from_bytes(pipe.read(8), "little")
+    data = pipe.read(size)
+    return data if size and len(data) == size else None
+
+
+def _be_child(
+    function: Callable[[], object],
+    serve: Callable[[Any], Any] | None,
+    from_parent: int,
+    to_parent: int,
+) -> NoReturn:
+    """Sends answers and ends the process at once, without the cleanup that is the parent's."""
     try:
         gc.disable()
         faulthandler.disable()
@@ -153,6 +249,7 @@ def _be_child(function: Callable[[], object], writer: int) -> NoReturn:
         # the threads of kernels exist only in the parent
         torch.set_num_threads(1)
         leave_out_compiler()
+        reader, writer = os.fdopen(from_parent, "rb"), os.fdopen(to_parent, "wb", buffering=0)
         answering = threading.Lock()
         watch = threading.Thread(
             target=_watch, args=(threading.get_ident(), writer, answering), daemon=True
@@ -163,12 +260,22 @@ def _be_child(function: Callable[[], object], writer: int) -> NoReturn:
             answer = pickle.dumps(function())
         except Exception as error:
             answer = pickle.dumps(_failed(error))
-        _end(writer, answer, answering)
+        with answering:
+            _send(writer, answer)
+            # an interrupt is the parent's, which may go on with what it has
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            while serve is not None and (request := _receive(reader)) is not None:
+                answer_to = functools.partial(_answer_to, serve, pickle.loads(request))
+                _send(writer, pickle.dumps(in_fork(answer_to)))
     finally:
         os._exit(0)
 
 
-def _watch(watched: int, writer: int, answering: threading.Lock) -> None:
+def _answer_to(serve: Callable[[Any], Any], request: Any) -> Any:
+    return _answer(lambda _: serve(request), True)
+
+
+def _watch(watched: int, writer: IO[bytes], answering: threading.Lock) -> None:
     """Ends this process with a failure when the watched thread has stopped."""
     idle = 0
     while idle < PATIENCE:
@@ -182,7 +289,9 @@ def _watch(watched: int, writer: int, answering: threading.Lock) -> None:
         "it waits for a lock that another thread held when this process was forked, or for another "
         "thread's work"
     )
-    _end(writer, pickle.dumps(FailedCall(text)), answering)
+    with answering:
+        _send(writer, pickle.dumps(FailedCall(text)))
+        os._exit(0)
 
 
 def _waits_for_process(watched: int) -> bool:
@@ -193,11 +302,3 @@ def _waits_for_process(watched: int) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _end(writer: int, answer: bytes, answering: threading.Lock) -> NoReturn:
-    """Sends the first answer and ends the process."""
-    with answering:
-        with os.fdopen(writer, "wb") as pipe:
-            pipe.write(answer)
-        os._exit(0)

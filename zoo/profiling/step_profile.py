@@ -1,13 +1,16 @@
 """The costs of a traced model's steps, from its events and measured or estimated kernels."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from zoo.invocation import kernel_device
 from zoo.planner.costs import StepCosts
+from zoo.planner.dry_step import DryStep, KernelRates
 from zoo.planner.event_costs import Rates, costs_of
 from zoo.planner.step_events import KernelRun, StepEvents
 from zoo.profiling.caching_allocator import Rounding, as_requested
@@ -39,6 +42,8 @@ class Outline:
         lines: "file:line" of the code that each step begins with; "" if unknown.
         shapes: the shapes of the tensors that the last kernel of each step returned.
         parameters: numbers of the model's parameters that each step uses.
+        dry_step: runs a dry step of the model by a plan, and returns its log or a `FailedCall`;
+            None where there is no such step.
     """
 
     names: tuple[str, ...]
@@ -50,6 +55,7 @@ class Outline:
     lines: tuple[str, ...]
     shapes: tuple[tuple[tuple[int, ...], ...], ...]
     parameters: tuple[frozenset[int], ...]
+    dry_step: Callable[[DryStep], Any] | None = None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -58,7 +64,9 @@ class Outline:
         """Returns the steps of the model alone."""
         if len(self.cuts) == len(self):
             return self
-        return replace(self, events=self.events.before(self.cuts[-1]), cuts=self.cuts[:-1])
+        # a dry step has the loss
+        events = self.events.before(self.cuts[-1])
+        return replace(self, events=events, cuts=self.cuts[:-1], dry_step=None)
 
 
 class Profile:
@@ -107,6 +115,31 @@ class Profile:
                 parameter's form; None for an optimizer after it.
             accumulates: whether gradients are added to those of earlier backwards.
         """
+        seconds = self._seconds(device, kernels)
+        blocks, cuts = self.outline.blocks, self.outline.cuts
+        if len(cuts) > len(blocks):
+            blocks = (*blocks, blocks[-1] + 1 if blocks else 0)
+        workspaces = [0 if cost is None else cost.workspace for cost in kernels]
+        rates = Rates(seconds, workspaces)
+        return costs_of(self.events, cuts, blocks, rates, updates, accumulates=accumulates)
+
+    def rates(
+        self, device: Device | None = None, kernels: Sequence[KernelCosts | None] = ()
+    ) -> KernelRates:
+        """Returns what each different kernel costs; arguments are those of `costs`."""
+        seconds, count = self._seconds(device, kernels), len(self.specs)
+        runs: list[KernelRun] = [KernelRun()] * count
+        of_forward = (event for _, event in self.events.forward)
+        of_nodes = (event for run in self.events.backward for event in run.events)
+        for event in itertools.chain(of_forward, of_nodes):
+            if type(event) is KernelRun:
+                runs[event.number] = event
+        workspaces = [0 if cost is None else cost.workspace for cost in kernels] or [0] * count
+        return KernelRates(workspaces, [*map(seconds, runs)], [run.flops for run in runs])
+
+    def _seconds(
+        self, device: Device | None, kernels: Sequence[KernelCosts | None]
+    ) -> Callable[[KernelRun], float]:
         like = device or device_like(self.device)
 
         def seconds(kernel: KernelRun) -> float:
@@ -114,12 +147,7 @@ class Profile:
                 return cost.seconds
             return like.seconds(kernel.flops, kernel.moved, TYPES[kernel.itemsize])
 
-        blocks, cuts = self.outline.blocks, self.outline.cuts
-        if len(cuts) > len(blocks):
-            blocks = (*blocks, blocks[-1] + 1 if blocks else 0)
-        workspaces = [0 if cost is None else cost.workspace for cost in kernels]
-        rates = Rates(seconds, workspaces)
-        return costs_of(self.events, cuts, blocks, rates, updates, accumulates=accumulates)
+        return seconds
 
     def held_by_libraries(
         self, device: Device | None = None, kernels: Sequence[KernelCosts | None] = ()

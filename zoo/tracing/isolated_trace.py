@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ from zoo.errors import ArgumentError, InputError, ZooError, in_a_line, shortened
 from zoo.invocation import Invocation, device_of, kernel_device, sizes_hint
 from zoo.loss import Loss, UnknownTargets, own_loss, with_loss_errors
 from zoo.models.model import Model
+from zoo.planner.dry_step import DryStep, Row
 from zoo.planner.step_events import StepEvents
 from zoo.profiling.cudnn_recurrent import flattened
 from zoo.profiling.event_recorder import EventRecorder
@@ -51,10 +52,11 @@ from zoo.profiling.fake_tensors import (
     put_tensors,
     refuse_collective,
 )
-from zoo.profiling.isolation import NO_FORK, isolated
+from zoo.profiling.isolation import NO_FORK, isolated_service
 from zoo.profiling.progress import shown
 from zoo.profiling.source_location import line_of_traceback
 from zoo.profiling.tensor_spec import KernelSpec, TensorSpec, tensors_held_by, tensors_in
+from zoo.tracing.dry_steps import DrySteps
 from zoo.tracing.tracer import Graph, Tracer, is_compiled, plain
 
 T = TypeVar("T")
@@ -86,27 +88,38 @@ class StepTrace(NamedTuple):
         events: those of forward and backward.
         specs: the different kernel calls by their numbers in the events.
         has_loss: whether a loss is part of the step.
+        dry_step: runs a dry step where the trace ran, and returns its log, or a `FailedCall`; None
+            for a trace that is not kept for that.
     """
 
     graph: Graph
     events: StepEvents
     specs: Sequence[KernelSpec | None]
     has_loss: bool
+    dry_step: Callable[[DryStep], Any] | None = None
 
 
 def step_trace_of(
-    model: nn.Module, invocation: Invocation, loss: Loss | None = None, blocks: Iterable[str] = ()
+    model: nn.Module,
+    invocation: Invocation,
+    loss: Loss | None = None,
+    blocks: Iterable[str] = (),
+    *,
+    is_judged: bool = False,
 ) -> StepTrace:
     """Returns the trace of a training step of a model: forward, loss and backward.
 
     The inputs may be meta, fake or real tensors. Without `loss` the loss is the model's output of
-    that name, if there is one. `blocks` are paths of modules whose calls are noted.
+    that name, if there is one. `blocks` are paths of modules whose calls are noted. If it
+    `is_judged`, dry steps may follow.
 
     Raises:
         ArgumentError: the model or the loss raises an error on these inputs, or reads values that
             only a real training step has.
     """
     forward, name = _Forward(model, invocation, loss, blocks), type(model).__name__
+    # without the forward, which has the data of its inputs
+    kept: list[DrySteps] = []
     if any(map(is_spread, model.parameters())):
         raise ArgumentError(
             f"the parameters of {name} are spread over processes (DTensor), so that its forward "
@@ -122,11 +135,14 @@ def step_trace_of(
         # `set_stance` would, in each forked process
         importlib.import_module("torch._dynamo")
     with shown("tracing the forward"):
-        result = forward.isolated(forward.on_fakes)
+        forward.kept = kept if is_judged else None
+        serve = functools.partial(_dry_step, kept) if is_judged else None
+        result, ask = forward.isolated(forward.on_fakes, serve)
         if not isinstance(result, StepTrace):
             forward.failure = result
-            result = forward.isolated(forward.on_real_tensors)
-    return result  # type: ignore[no-any-return]
+            result, ask = forward.isolated(forward.on_real_tensors, serve)
+    assert isinstance(result, StepTrace), "the second way has no other"
+    return result._replace(dry_step=ask) if is_judged else result
 
 
 class RealStep:
@@ -195,6 +211,12 @@ class Failure(NamedTuple):
     error_text: str = ""
 
 
+def _dry_step(kept: list[DrySteps], step: DryStep) -> list[Row]:
+    """Runs a dry step by a plan, where the forward was traced."""
+    with EnableTorchFunction():
+        return kept[0].log(step)
+
+
 class _Forward:
     """A forward to be traced; `is_forked`: in a forked process, where its side effects end."""
 
@@ -205,11 +227,15 @@ class _Forward:
         self.device = kernel_device(model)
         self.loss = own_loss if loss is None else with_loss_errors(loss, self.device)
         self.failure: Failure | None = None  # why the trace on fake tensors failed
+        # where dry steps are kept; None where there are none
+        self.kept: list[DrySteps] | None = None
         # one of zoo's own models calls nothing that is compiled, unless it is
         self.may_compile = not isinstance(model, Model) or any(map(is_compiled, model.modules()))
 
-    def isolated(self, trace: Callable[[bool], T]) -> T:
-        """Traces in isolation; raises TraceError for any error there."""
+    def isolated(
+        self, trace: Callable[[bool], T], serve: Callable[[DryStep], list[Row]] | None
+    ) -> tuple[T, Callable[[DryStep], Any]]:
+        """Traces in isolation, and serves there; raises TraceError for any error of the trace."""
 
         def traced(is_forked: bool) -> T:
             try:
@@ -224,8 +250,9 @@ class _Forward:
                 raise self._trace_error(error) from None
 
         name = type(self.model).__name__
-        return isolated(
+        return isolated_service(
             traced,
+            serve,
             # an error not of the forward but of sending the trace to this process
             lambda text: TraceError(
                 f"{name} cannot be traced ahead ({text}). zoo.checkpoint without a budget traces a "
@@ -300,20 +327,7 @@ class _Forward:
         event_recorder = EventRecorder(tracer.operators_so_far, caches_casts=caches_casts())
         event_recorder.note_owned(model)
         event_recorder.note_inputs(invocation.tensors)
-        # on real tensors higher-order operators compile, as in training: uncompiled, `map` returns
-        # another structure
-        is_eager = fixes is not None or any(map(is_compiled, model.modules()))
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.compiler.set_stance("force_eager" if is_eager else "default")
-            if self.may_compile
-            else contextlib.nullcontext(),
-            # block marks tell the tracer where blocks begin; a plan in force does not act
-            replaced(thread, "conductor", tracer),
-            # fake tensors refuse collectives themselves, and take no memory
-            _Limits() if fixes is None else contextlib.nullcontext(),
-        ):
+        with _running(model, fixes, self.may_compile), replaced(thread, "conductor", tracer):
             with event_recorder, tracer, event_recorder.hooks():
                 outputs = invocation.on(model)
                 tracer.note_end_of_model()
@@ -327,6 +341,9 @@ class _Forward:
             del outputs, loss
             with on_fakes() if fixes is None else fixes.questions_allowed():
                 event_recorder.run_backward(roots)
+            if self.kept is not None:
+                steps = self._dry_steps(model, invocation, tracer, event_recorder, fixes)
+                self.kept[:] = [steps]
             if event_recorder.events.remaining:
                 again = Tracer(model)
                 with (
@@ -337,6 +354,39 @@ class _Forward:
                 ):
                     invocation.on(model)
         return StepTrace(tracer.graph, event_recorder.events, event_recorder.specs, has_loss)
+
+    def _dry_steps(
+        self,
+        model: nn.Module,
+        invocation: Invocation,
+        tracer: Tracer,
+        event_recorder: EventRecorder,
+        fixes: FakeTensorFixes | None,
+    ) -> DrySteps:
+        may_compile = self.may_compile
+
+        @contextlib.contextmanager
+        def running() -> Iterator[None]:
+            modes = () if fixes is None else (fixes.mode, fixes, fixes.constants_readable())
+            with contextlib.ExitStack() as stack:
+                for mode in (*modes, _running(model, fixes, may_compile)):
+                    stack.enter_context(mode)
+                yield
+
+        return DrySteps(
+            model,
+            invocation,
+            self.loss,
+            tracer.graph,
+            tracer.dispatched,
+            tracer.positions,
+            event_recorder.kernels,
+            running,
+            contextlib.nullcontext if fixes is None else fixes.questions_allowed,
+            event_recorder.remaining,
+            event_recorder.constants,
+            model is self.model,
+        )
 
     def _fake(self, fixes: FakeTensorFixes, tensor: Tensor) -> Tensor:
         """Returns a fake of a tensor; the values are known unless it is a parameter."""
@@ -397,6 +447,24 @@ class _Forward:
         )
         refused.raised = True
         return refused
+
+
+@contextlib.contextmanager
+def _running(model: nn.Module, fixes: FakeTensorFixes | None, may_compile: bool) -> Iterator[None]:
+    """Runs a forward as in training, uncompiled on fake tensors."""
+    # on real tensors higher-order operators compile, as in training: uncompiled, `map` returns
+    # another structure
+    is_eager = fixes is not None or any(map(is_compiled, model.modules()))
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.compiler.set_stance("force_eager" if is_eager else "default")
+        if may_compile
+        else contextlib.nullcontext(),
+        # fake tensors refuse collectives themselves, and take no memory
+        _Limits() if fixes is None else contextlib.nullcontext(),
+    ):
+        yield
 
 
 @contextlib.contextmanager

@@ -111,6 +111,7 @@ def partition(model: nn.Module, trace: StepTrace, blocks: Collection[str]) -> Ou
         shapes=tuple(_shapes(part, uses_of) for part in parts),
         parameters=_parameters(graph, [*cuts, graph.model_operators]),
         cuts=(*cuts, *([graph.model_operators] if trace.has_loss else ())),
+        dry_step=trace.dry_step,
     )
 
 

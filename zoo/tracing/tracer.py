@@ -111,6 +111,10 @@ class Tracer(KernelMode):
     """Notes the operators that this thread runs inside the `with` block.
 
     An error of the tracer never reaches the forward: the graph ends there, and `graph` raises.
+
+    Attributes:
+        dispatched: all operators, also those that only fake tensors dispatch.
+        positions: for each operator of the graph its index among these.
     """
 
     # a compiled block is not recomputed
@@ -124,6 +128,9 @@ class Tracer(KernelMode):
         self.fault: Exception | None = None
         self.fault_line = ""  # the line of the model's code
         self._graph = Graph()
+        self.has_ended = False
+        self.dispatched: list[Operator] = []
+        self.positions: list[int] = []
         self._parameters = {id(owned): n for n, owned in enumerate(model.parameters())}
         # for a view, the names of the operators that made it from its base, the latest first
         self._view_operators: MutableMapping[Tensor, tuple[str, ...]] = WeakIdKeyDictionary()
@@ -154,6 +161,9 @@ class Tracer(KernelMode):
 
     def enter(self, block: str, args: Args = ()) -> None:
         """Notes that a block begins, as `engine.kernel_segments.Conductor` does."""
+        if self.has_ended:
+            # another forward, of a dry step
+            return
         count = sum(name == block for name, _ in self._graph.visits)
         self._graph.visits[block, count] = len(self._graph.operators)
 
@@ -188,7 +198,7 @@ class Tracer(KernelMode):
     def note_end_of_model(self) -> None:
         """Notes that the model has returned; later calls are those of the loss, in no module."""
         self._graph.model_operators = len(self._graph.operators)
-        self.paths = {}
+        self.paths, self.has_ended = {}, True
 
     def __torch_dispatch__(
         self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
@@ -207,6 +217,9 @@ class Tracer(KernelMode):
             # a device's thread of autograd, which has no frames of Python
             return kernel(*args, **kwargs)
         frame = sys._getframe(1)
+        is_question = getattr(func, "namespace", "") == "prim"
+        if not is_question and is_counted(func, args, kwargs):
+            self.dispatched.append(func)
         if not is_counted(func, args, kwargs) or self._is_of_fakes(func, frame):
             result = kernel(*args, **kwargs)
             if func is DETACH and self._results:
@@ -214,6 +227,7 @@ class Tracer(KernelMode):
                 self._results[-1].append(weakref.ref(result))
             return result
         self._graph.operators.append(name_of(func))
+        self.positions.append(len(self.dispatched) - 1)
         self._graph.has_backward |= current_backward() != -1
         is_noted = self._guarded(self._before, func, args, kwargs, frame)
         result = kernel(*args, **kwargs)
@@ -259,6 +273,7 @@ class Tracer(KernelMode):
             )
         ):
             del graph.calls[-len(views) :], graph.operators[start:-1], self._results[-len(views) :]
+            del self.positions[start:-1]
 
     def _before(self, func: Operator, args: Args, kwargs: Kwargs, frame: FrameType) -> bool:
         """Notes an operator; returns False for one that does not matter to a plan."""
@@ -308,11 +323,12 @@ class Tracer(KernelMode):
         """Notes which results are views, and which views autograd makes anew for fake tensors."""
         effects = effects_of(func)
         written = [args[0]] if effects.reshapes else written_by(effects, args, kwargs)
-        if written and args and isinstance(args[0], FakeTensor):
+        arguments = tensors_in((args, kwargs))
+        has_history = torch.is_grad_enabled() and any(t.requires_grad for t in arguments)
+        if written and args and isinstance(args[0], FakeTensor) and has_history:
             # the argument is written in place, and autograd regenerates it
             self._views_at = _instruction(frame)
             self._views += self._view_operators.get(args[0], ())
-        arguments = tensors_in((args, kwargs))
         storages = {id(storage_of(tensor)) for tensor in arguments}
         results = tensors_in(result)
         call = self._graph.calls[-1]

@@ -1,0 +1,239 @@
+"""Logs a dry step: a training step on fake tensors that the engine runs by a plan.
+
+A dispatch mode below the engine sees each kernel, also those of replays, and each storage from its
+making to its end (`planner.dry_step` has the rows). It knows nothing of plans and segments. The
+backward runs node by node, as in a trace (`autograd_interpreter`): a forked process may have no
+other, and what fails on fake tensors gives zeros.
+"""
+
+import bisect
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import Node, saved_tensors_hooks
+
+from zoo._torch import Args, Kwargs, Operator, PyTree, sequence_number
+from zoo.engine.dispatch_keys import kernel_of, with_present_keys
+from zoo.engine.operator_effects import effects_of, is_view
+from zoo.engine.recorder import KernelMode
+from zoo.engine.saved_tensors import Packed, pack, unpack
+from zoo.engine.segments import thread
+from zoo.engine.tensor_state import alive
+from zoo.planner.dry_step import ForwardEnd, Made, Ran, Row, There
+from zoo.planner.step_events import AT_END, Freed, Gradient
+from zoo.profiling.autograd_interpreter import TracedGraph, gradients_of
+from zoo.profiling.event_recorder import FREE, form_of
+from zoo.profiling.fake_results import LIFT
+from zoo.profiling.fake_tensors import QUESTIONS, answer
+from zoo.profiling.tensor_spec import KernelSpec, storages_of, tensors_in
+
+# what has no rows: storages of parameters, buffers, inputs and constants
+LEFT_OUT = -1
+
+
+@dataclass(slots=True, weakref_slot=True)
+class PackedHere:
+    """What the engine packed; autograd's nodes hold it until they have run.
+
+    A write to a view is numbered after its node: what it saves `is_late`, and belongs to one before
+    the node by which it was noted.
+    """
+
+    packed: Packed | None
+    is_late: bool
+    is_opened: bool = False
+
+
+class StepLedger(KernelMode):
+    """Logs the training step that runs inside of the `with` block.
+
+    Args:
+        numbers: of the kernels of the trace, by the text of their specs.
+
+    Attributes:
+        rows: the log.
+        operator: returns the number of the operator of the forward that runs.
+    """
+
+    keeps_compiled = True
+
+    operator: Callable[[], int]
+
+    def __init__(self, numbers: Mapping[str, int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows: list[Row] = []
+        self._kernels = numbers
+        self._graph = TracedGraph()
+        # numbers of storages by address; those left out are held, so that no other gets the address
+        self._storages: dict[int, int] = {}
+        self._held: list[UntypedStorage] = []
+        self._made = 0
+        self._alive: dict[int, weakref.ref[UntypedStorage]] = {}
+        # how many autograd nodes there were when each operator was dispatched
+        self._nodes: list[int] = []
+        self._saved_by: dict[int, list[weakref.ref[PackedHere]]] = {}  # by the autograd node
+        # the node that runs, and the operator that made it; None in the forward
+        self._node, self._operator_of_node = 0, AT_END
+        self._is_forward = True
+
+    def note_owned(
+        self, model: nn.Module, inputs: Iterable[Tensor], others: Iterable[UntypedStorage]
+    ) -> None:
+        """Leaves out what is always there: parameters, buffers, the model's inputs and others."""
+        buffers = {s._cdata for buffer in model.buffers() for s in storages_of(buffer)}
+        owned = [s for p in model.parameters() for s in storages_of(p)]
+        for tensor in inputs:
+            self._graph.note_input(tensor)
+            owned += storages_of(tensor)
+        self._held += (s for s in (*owned, *others) if s._cdata not in buffers)
+        self._storages.update((storage._cdata, LEFT_OUT) for storage in self._held)
+        # which a forward may replace
+        for storage in (s for buffer in model.buffers() for s in storages_of(buffer)):
+            if storage._cdata not in self._storages:
+                self.rows.append(There(self._number(storage), storage.nbytes()))
+
+    def note_earlier(self, storages: Iterable[UntypedStorage]) -> None:
+        """Notes what the program holds of the training step before, until it is replaced."""
+        for storage in storages:
+            if storage._cdata not in self._storages:
+                self._begin(storage)
+
+    def remaining(self) -> list[UntypedStorage]:
+        """Returns the storages of the step that the program holds now."""
+        return alive([*self._alive.values()])
+
+    def note_resized(self, storage: UntypedStorage) -> None:
+        """Notes that a storage has lost its memory, or got other memory."""
+        key = storage._cdata
+        number = self._storages.get(key)
+        if number is None or number == LEFT_OUT:
+            return
+        self.rows.append(Freed(number))
+        self._begin(storage)
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Returns hooks for saved tensors around the engine's own."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def run_backward(self, roots: list[Tensor]) -> None:
+        """Runs the backward of the sum of these tensors; `roots` is emptied."""
+        self._graph.end()
+        self._is_forward = False
+        self.rows.append(ForwardEnd())
+        gradients, leaf, gradient = [], None, None
+        walk = gradients_of(roots, self._on_node, self._on_end, graph=self._graph)
+        with self:
+            for leaf, gradient in walk:
+                # held, as the `grad` of the parameter would hold it
+                gradients.append(gradient)
+                if isinstance(leaf, nn.Parameter):
+                    numbers = {self._storages[s._cdata] for s in storages_of(gradient)}
+                    self.rows += (Gradient(n, form_of(leaf)) for n in numbers - {LEFT_OUT})
+        self._release(self._saved_by.pop(self._node, ()))
+
+    def __torch_dispatch__(
+        self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
+        """Runs a kernel and logs it."""
+        kwargs = kwargs or {}
+        if func in QUESTIONS:
+            return answer(func, args[0])
+        inputs = tensors_in((args, kwargs))
+        if self._is_forward:
+            new = self.operator() + 1 - len(self._nodes)
+            self._nodes += [sequence_number()] * new
+            self._graph.note_kernel(inputs, has_hooks=True)
+        if func is not LIFT:
+            # what was made outside of the trace's sight is there from here on
+            self._note_made(inputs)
+        starts_kernel = not (is_view(func) or func in FREE)
+        # before it runs, since it may change its arguments in place
+        spec = KernelSpec.of(func, args, kwargs) if starts_kernel else None
+        if thread.replaying:
+            kernel = with_present_keys(func, args, kwargs)
+        else:
+            kernel = kernel_of(func, effects_of(func), args, kwargs)
+        result = kernel(*args, **kwargs)
+        outputs = tensors_in(result)
+        self._note_made(outputs)
+        if self._is_forward:
+            for tensor in outputs:
+                self._graph.note_result(tensor)
+        if starts_kernel:
+            operator = len(self._nodes) - 1 if self._is_forward else self._operator_of_node
+            number = self._kernels.get(repr(spec), -1)
+            self.rows.append(Ran(number, operator, thread.replaying))
+        return result
+
+    def _note_made(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                if storage._cdata not in self._storages:
+                    self._begin(storage)
+
+    def _begin(self, storage: UntypedStorage) -> None:
+        self.rows.append(Made(self._number(storage), storage.nbytes(), thread.replaying))
+
+    def _number(self, storage: UntypedStorage) -> int:
+        key, number = storage._cdata, self._made
+        if key not in self._storages:
+            self._alive[key] = weakref.ref(storage)
+            weakref.finalize(storage, self._free, key).atexit = False
+        self._storages[key], self._made = number, number + 1
+        return number
+
+    def _free(self, key: int) -> None:
+        del self._alive[key]
+        self.rows.append(Freed(self._storages.pop(key)))
+
+    def _pack(self, tensor: Tensor) -> PackedHere | Tensor:
+        # all that a higher-order operator compiles is one operator
+        if torch.compiler.is_compiling():
+            return tensor
+        is_late = tensor._base is not None and tensor._version > 0
+        saved = PackedHere(pack(tensor), is_late)
+        self._saved_by.setdefault(sequence_number() - 1, []).append(weakref.ref(saved))
+        return saved
+
+    def _unpack(self, saved: PackedHere | Tensor) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        saved.is_opened = True
+        assert saved.packed is not None, "its node has not run"
+        return unpack(saved.packed)
+
+    def _on_node(self, node: Node) -> bool:
+        before, self._node = self._node, node._sequence_nr()
+        if late := self._saved_by.pop(before, None):
+            self._saved_by.setdefault(self._node, []).extend(late)
+        self._operator_of_node = bisect.bisect_right(self._nodes, self._node)
+        return False
+
+    def _on_end(self) -> None:
+        saved = self._saved_by.pop(self._node, [])
+        late = [one for one in saved if (s := one()) is not None and s.is_late and not s.is_opened]
+        self._release(one for one in saved if one not in late)
+        if late:
+            self._saved_by[self._node] = late
+
+    @staticmethod
+    def _release(saved: Iterable["weakref.ref[PackedHere]"]) -> None:
+        """Frees what a node has saved; a node may be alive after it ran."""
+        for reference in saved:
+            if (one := reference()) is not None:
+                one.packed = None
+
+
+@contextlib.contextmanager
+def autocast_left(device: torch.device, *, is_left: bool) -> Iterator[None]:
+    """Runs the block outside of an autocast, whose cache of casts is freed then; or inside."""
+    if not is_left or not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    torch.clear_autocast_cache()
+    with torch.autocast(device.type, enabled=False):
+        yield

@@ -1,0 +1,130 @@
+"""Dry steps: training steps of a traced model on the tensors of its trace, by a plan.
+
+They run where the trace ran: in the forked process, or on the copies. Nothing of the model's size
+is allocated. The log of a step says what it would take (`planner.dry_step`); since the engine runs
+it, all that the engine does is in it.
+"""
+
+import bisect
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import UntypedStorage, nn
+
+from zoo._torch import Operator, replaced
+from zoo.engine.host_memory import HostMemory
+from zoo.engine.kernel_segments import Conductor, PlannedBranch
+from zoo.engine.segments import thread
+from zoo.engine.storages import fake_copies
+from zoo.engine.tensor_state import detached
+from zoo.errors import ZooError
+from zoo.invocation import Invocation
+from zoo.loss import Loss
+from zoo.planner.dry_step import DryStep, Row
+from zoo.profiling.event_recorder import roots_of
+from zoo.profiling.step_ledger import StepLedger, autocast_left
+from zoo.profiling.tensor_spec import tensors_held_by
+from zoo.tracing.tracer import Graph
+
+
+class NotFollowedError(ZooError):
+    """A forward does not follow its plan in a second step, as one that counts its calls."""
+
+
+@dataclass
+class DrySteps:
+    """The traced model, and what its dry steps need.
+
+    Attributes:
+        model, invocation: on the tensors of the trace.
+        graph: of the traced forward and its loss.
+        dispatched, positions: as in `Tracer`. On fake tensors autograd regenerates written views by
+            operators that real ones do not dispatch.
+        kernels: the numbers of the kernels of the trace, by the text of their specs.
+        running: the modes of a traced forward, and those of its backward.
+        earlier: returns the storages that the program holds of the step before.
+        constants: storages that the functions of the step hold, such as targets.
+        is_forked: whether this process has been forked for the trace.
+    """
+
+    model: nn.Module
+    invocation: Invocation
+    loss: Loss
+    graph: Graph
+    dispatched: Sequence[Operator]
+    positions: Sequence[int]
+    kernels: dict[str, int]
+    running: Callable[[], AbstractContextManager[object]]
+    in_backward: Callable[[], AbstractContextManager[object]]
+    earlier: Callable[[], list[UntypedStorage]]
+    constants: Sequence[UntypedStorage]
+    is_forked: bool
+
+    def log(self, step: DryStep) -> list[Row]:
+        """Runs a step and returns its log.
+
+        Raises:
+            NotFollowedError: the forward calls other operators than the traced one, as where the
+                casts of weights cannot be forgotten that autocast has cached.
+        """
+        if self.is_forked:
+            # each training step enters autocast anew
+            torch.clear_autocast_cache()
+        count = self.graph.model_operators
+        end = self.positions[count] if count < len(self.positions) else len(self.dispatched)
+        at = [*self.positions[:count], end]
+        branch = PlannedBranch(
+            self.dispatched[:end],
+            [at[cut] for cut in step.cuts],
+            step.plan,
+            {visit: at[index] for visit, index in self.graph.visits.items()},
+            offloads=step.offloads,
+            has_backward=self.graph.has_backward,
+        )
+        ledger = StepLedger(self.kernels)
+        ledger.note_owned(self.model, self.invocation.tensors, self.constants)
+        ledger.note_earlier(self.earlier())
+        self.earlier = ledger.remaining
+        host = HostMemory() if step.offloads else None
+        conductor = Conductor([branch], ledger.hooks(), host)
+        ledger.operator = functools.partial(_operator_of, conductor, at)
+        device = next((t.device for t in self.model.parameters()), torch.device("cpu"))
+        with self.running(), _resizing(ledger), replaced(fake_copies, "are_made", True):
+            with ledger:
+                outputs = conductor.run(lambda: self.invocation.on(self.model))
+                if conductor.lost:
+                    raise NotFollowedError("its forward calls other operators in its second step")
+                loss = self.loss(outputs)
+            tensors = tensors_held_by(outputs)
+            held = [*map(detached, tensors if step.holds_outputs else [])]
+            held += [] if loss is None else [detached(loss)]
+            roots = roots_of(tensors, loss)
+            # from here on only the graph holds them
+            del outputs, loss, tensors
+            with self.in_backward(), autocast_left(device, is_left=step.leaves_autocast):
+                ledger.run_backward(roots)
+            # with what the program holds now
+            log, ledger.rows = ledger.rows, []
+            del held
+        return log
+
+
+def _operator_of(conductor: Conductor, positions: Sequence[int]) -> int:
+    """Returns the number of the operator of a forward that runs; behind them that of the loss."""
+    index = conductor.index - (thread.conductor is conductor)
+    return max(bisect.bisect_right(positions, index) - 1, 0)
+
+
+def _resizing(ledger: StepLedger) -> AbstractContextManager[object]:
+    """Has a ledger notice storages whose memory is freed, or allocated anew, by another way."""
+    resize: Callable[[UntypedStorage, int], UntypedStorage] = UntypedStorage.resize_
+
+    def resized(storage: UntypedStorage, size: int) -> UntypedStorage:
+        result = resize(storage, size)
+        ledger.note_resized(storage)
+        return result
+
+    return replaced(UntypedStorage, "resize_", resized)
