@@ -1,7 +1,8 @@
 """What a training step by a plan takes, from the log of a dry step: one of fake tensors.
 
-A dry step is run by the engine itself, with the plan in force (`tracing.judge`). Its log has the
-life of each storage and the kernels that ran; nothing that the engine does is written down here.
+A dry step is run by the engine itself, with the plan in force (`tracing.dry_steps`). Its log has
+the life of each storage and the kernels that ran; nothing that the engine does is written down
+here.
 
     forward     made 3 (4 MiB), ran 0, made 4 (4 MiB), ran 1, freed 3
     the end     of the forward

@@ -193,6 +193,7 @@ class ForkedCall:
             sent = _receive(self._reader)
         except BaseException:
             os.kill(self.child, signal.SIGKILL)
+            self.close()
             raise
         if sent is None:
             status = self.close()
