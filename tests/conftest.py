@@ -11,6 +11,7 @@ step would visit, and each forked process copy.
 
 import gc
 import importlib.util
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -62,6 +63,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     _freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forgets_compiled_frames() -> Iterator[None]:
+    """A frame that the compiler gave up in one file would run uncompiled in the next ones."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 @pytest.fixture(scope="module", autouse=True)

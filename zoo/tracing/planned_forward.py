@@ -260,18 +260,24 @@ class PatchedForward(Patch):
         if is_exporting():
             return self.__wrapped__(*args, **kwargs)
         forward = self.of_copy(sys._getframe(1))
-        # the compiler gave up the frame that calls this, and is to leave the planner alone
-        is_plain = compiler_callback() is None
-        run = self._run if is_plain else torch.compiler.disable(self._run)
+        run = self._run
+        if compiler_callback() is not None:
+            # the compiler gave up the frame that calls this, and is to leave the planner alone
+            run = torch.compiler.disable(self._run)
+            if not self.marks:
+                self._warn_of_compiler()
         return run(Invocation(args, kwargs), forward or self.__wrapped__, forward is not None)
 
     def _run_uncompiled(self, args: Args, kwargs: Kwargs) -> PyTree:
+        self._warn_of_compiler()
+        return self._run(Invocation(args, kwargs), self.__wrapped__, is_copy=False)
+
+    def _warn_of_compiler(self) -> None:
         self.notices.warn(
             "compiled",
             "%s has no blocks, and runs uncompiled: a plan takes the kernels of the forward apart, "
             "which a compiler hides. Take the plan off with zoo.uncheckpoint to compile it",
         )
-        return self._run(Invocation(args, kwargs), self.__wrapped__, is_copy=False)
 
     def _run(self, invocation: Invocation, forward: Callable[..., PyTree], is_copy: bool) -> PyTree:
         """Runs the original forward, of the module or of a copy that shares this."""
