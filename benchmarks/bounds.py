@@ -48,12 +48,11 @@ def makers_of(costs: StepCosts) -> dict[int, int]:
     """Returns the step that makes each storage; what comes from outside has none."""
     makers: dict[int, int] = {}
     for step, saved in enumerate(costs.saved):
-        # an output that no step reads is held from the step behind its own
-        is_last = step + 1 >= len(costs.forward_only)
-        until_end = costs.held_until_end
-        held = until_end if is_last else until_end & costs.forward_only[step + 1]
-        for storage in (saved | costs.live[step + 1] | held) - costs.live[0]:
+        for storage in (saved | costs.live[step + 1]) - costs.live[0]:
             makers.setdefault(storage, step)
+    for storage in costs.held_until_end:
+        # an output that no step reads
+        makers.setdefault(storage, len(costs) - 1)
     return makers
 
 

@@ -98,18 +98,22 @@ def without_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     it.
     """
     monkeypatch.setattr("zoo.profiling.isolation.can_fork", lambda: False)
+    # what a copied model does beside its steps matters to no such test
+    monkeypatch.setattr("zoo.profiling.isolation.MOST_HERE", 1000)
 
 
 @pytest.fixture
 def few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Knows the least time at 100 amounts of memory instead of 500, and plans for 40 budgets.
 
-    Of each kind three are tracked for a rank instead of ten. That takes a fraction of the time, and
-    what holds for the best of many plans holds for these. Without NumPy nothing is planned.
+    Of each kind three are tracked for a rank instead of ten, and four are shown instead of twelve.
+    That takes a fraction of the time, and what holds for the best of many plans holds for these.
+    Without NumPy nothing is planned.
     """
     if importlib.util.find_spec("numpy") is None:
         return
     monkeypatch.setattr("zoo.policy.budget.MOST", 3)
+    monkeypatch.setattr("zoo.policy.budget.SHOWN", 4)
     monkeypatch.setattr("zoo.planner.optimal.VALUES", 0)
     monkeypatch.setattr("zoo.planner.optimal._count_of_plans", lambda steps: 40)
 

@@ -102,8 +102,9 @@ def test_each_shows_progress_and_leaves_all_as_it_was(name: str, interrupt: Inte
 
 @pytest.mark.parametrize("function", [zoo.frontier, functools.partial(zoo.plan, max_overhead=1.0)])
 def test_the_plans_found_so_far_are_on_the_exception(
-    function: Callable[..., Any], interrupt: Interrupt
+    function: Callable[..., Any], interrupt: Interrupt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("zoo.policy.budget.SHOWN", 1000)
     model, inputs = Residuals(blocks=4), images(8, 4, 16)
     interrupt("plans for budgets", 20)
     with pytest.raises(
@@ -121,7 +122,10 @@ def test_the_plans_found_so_far_are_on_the_exception(
     assert set(found.optimal[:-1]) & set(whole.optimal)
 
 
-def test_an_interrupt_while_offloading_is_searched_loses_no_plan(interrupt: Interrupt) -> None:
+def test_an_interrupt_while_offloading_is_searched_loses_no_plan(
+    interrupt: Interrupt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zoo.policy.budget.SHOWN", 1000)
     model, inputs = Residuals(blocks=4), images(64, 4, 32)
     kept = zoo.frontier(model, inputs, device="a100")
     interrupt("plans with offloading", 12)
@@ -130,7 +134,10 @@ def test_an_interrupt_while_offloading_is_searched_loses_no_plan(interrupt: Inte
     found = told.value.found
     assert any(point.offloaded for point in found.optimal)
     for point in kept.optimal:
-        assert any(p.peak <= point.peak and p.time_ratio <= point.time_ratio for p in found.optimal)
+        # what is judged is the best by costs, which are some thousandths off
+        assert any(
+            p.peak <= 1.01 * point.peak and p.time_ratio <= point.time_ratio for p in found.optimal
+        )
 
 
 def test_before_a_first_plan_there_is_nothing(interrupt: Interrupt) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.harness.test_worker import CELLS
+from zoo.engine.devices import SIZE as STREAM
 from zoo.harness import worker
 from zoo.harness.worker import work
 from zoo.planner.plan import Plan, thinned
-from zoo.policy.budget import STREAM
 from zoo.profiling.timeline import CATEGORIES, Allocation, Mark, Timeline
 
 WITH_FRONTIER = replace(CELLS["baseline"], frontier=True)

@@ -10,7 +10,6 @@ from zoo.planner.plan import Plan
 from zoo.planner.step_events import (
     AT_END,
     Allocated,
-    Dropped,
     Event,
     Freed,
     Gradient,
@@ -19,7 +18,6 @@ from zoo.planner.step_events import (
     Released,
     Saved,
     StepEvents,
-    Viewed,
 )
 
 
@@ -40,8 +38,8 @@ def events_of(
 # input 0 -> linear makes 1 -> relu makes 2, saves it -> square saves 2, makes the loss 3
 FORWARD: list[tuple[int, list[Event]]] = [
     (0, [Saved(0), Allocated(1), reads(0, flops=100, number=0)]),
-    (1, [Allocated(2), reads(1, number=1), Saved(2), Dropped(1), Freed(1)]),
-    (2, [Saved(2), Allocated(3), reads(2, number=2), Dropped(2)]),
+    (1, [Allocated(2), reads(1, number=1), Saved(2), Freed(1)]),
+    (2, [Saved(2), Allocated(3), reads(2, number=2)]),
 ]
 BACKWARD: list[tuple[int, list[Event]]] = [
     (AT_END, [Allocated(4)]),
@@ -65,7 +63,6 @@ def test_states_are_what_later_steps_read() -> None:
     assert found.live == (frozenset(), frozenset({1}), frozenset({2}), frozenset({3}))
     # the input is no state: no plan can change it
     assert found.saved == (frozenset(), frozenset({2}), frozenset({2}))
-    assert found.reads == (frozenset({0}), frozenset({1}), frozenset({2}))
 
 
 def test_a_step_takes_what_it_makes_and_saves() -> None:
@@ -77,7 +74,7 @@ def test_a_step_takes_what_it_makes_and_saves() -> None:
 
 def test_a_saved_tensor_stays_until_its_step_is_over() -> None:
     forward: list[tuple[int, list[Event]]] = [
-        (0, [Allocated(1), Saved(1), reads(0), Dropped(1), Freed(1)]),
+        (0, [Allocated(1), Saved(1), reads(0), Freed(1)]),
         (1, [Allocated(2), reads(0)]),
     ]
     assert costs(events_of([1, 10, 5], forward), 0).forward == (15,)
@@ -93,25 +90,6 @@ def test_the_backward_counts_above_what_it_is_given() -> None:
     assert found.backward == (30, 21, 20)
 
 
-def test_a_step_alone_frees_the_inputs_that_it_saved() -> None:
-    forward = [FORWARD[0], (1, [Allocated(2), reads(1), Dropped(1)]), FORWARD[2]]
-    backward = [
-        *BACKWARD[:2],
-        (1, [Allocated(6), reads(5), Freed(5), Allocated(8), Freed(8)]),
-        BACKWARD[3],
-    ]
-    found = costs(events_of([*SIZES, 50], forward, backward, ends=frozenset({3})), 0, 1, 2)
-    assert found.saved[2] == {2} <= found.live[2]
-    late = [
-        *BACKWARD[:1],
-        (2, [Allocated(5), reads(4, 2), Released(2), Allocated(8), Freed(8), Freed(4)]),
-        *backward[2:],
-    ]
-    found = costs(events_of([*SIZES, 50], forward, late, ends=frozenset({3})), 0, 1, 2)
-    assert found.backward[2] == 70
-    assert found.backward_alone[2] == 50
-
-
 def test_a_gradient_in_what_was_saved_keeps_its_memory() -> None:
     backward: list[tuple[int, list[Event]]] = [
         (AT_END, [Allocated(4)]),
@@ -119,7 +97,7 @@ def test_a_gradient_in_what_was_saved_keeps_its_memory() -> None:
         (1, [Released(2), Allocated(6), reads(2), Freed(2)]),
         (0, [Freed(6)]),
     ]
-    forward = [FORWARD[0], (1, [Allocated(2), reads(1), Dropped(1)]), FORWARD[2]]
+    forward = [FORWARD[0], (1, [Allocated(2), reads(1)]), FORWARD[2]]
     found = costs(events_of(SIZES, forward, backward, ends=frozenset({3})), 0, 1, 2)
     # it is a gradient between the two steps
     assert found.gradients == (0, 21, 20, 4)
@@ -169,67 +147,6 @@ def test_a_recomputation_ends_when_the_last_tensor_is_saved() -> None:
     assert found.forward_until_saved == (10,)
 
 
-def test_a_tensor_that_is_saved_before_it_is_written_is_kept_and_copied() -> None:
-    forward: list[tuple[int, list[Event]]] = [
-        (0, [Allocated(1)]),
-        (1, [Saved(1, is_blank=True), reads(1, writes=frozenset({1}), flops=5)]),
-        (2, [Allocated(2), reads(1, flops=7)]),
-    ]
-    found = costs(events_of([1, 10, 20], forward), 0)
-    assert found.flops_until_saved == (5,)
-    assert found.never_recomputed == (frozenset({1, 3}),)
-    assert found.sizes == (1, 10, 20, 10)
-
-
-def test_what_is_written_later_is_copied_for_the_segments_that_read_it() -> None:
-    forward: list[tuple[int, list[Event]]] = [
-        (0, [Allocated(1), reads(0)]),
-        (1, [Allocated(2), reads(1)]),
-        (2, [Allocated(3), reads(2)]),
-        (3, [reads(1, 3, writes=frozenset({1}))]),
-        (4, [Allocated(4), reads(1)]),
-    ]
-    found = costs(events_of([1, 10, 20, 30, 40], forward), 0, 1, 2, 3, 4)
-    assert found.copied == (set(), {1}, set(), {1}, set())
-    # what a step makes and writes itself is made again
-    found = costs(events_of([1, 10, 20, 30, 40], forward), 0, 4)
-    assert found.copied == ()
-
-
-def test_what_the_program_holds_counts_with_the_steps_that_do_not_read_it() -> None:
-    forward: list[tuple[int, list[Event]]] = [
-        (0, [Allocated(1), reads(0)]),
-        (1, [Allocated(2), reads(1)]),
-        (2, [Allocated(3), reads(2)]),
-        # a variable was overwritten here
-        (2, [Dropped(1)]),
-        (3, [Allocated(4), reads(3)]),
-    ]
-    events = events_of([1, 10, 20, 30, 40], forward)
-    assert costs(events, 0, 1, 2, 3).forward_only == (set(), set(), {1}, {2})
-    # a view before the first allocation of the step takes nothing
-    forward[2] = (2, [Viewed(2), Dropped(1), Allocated(3), reads(2)])
-    assert costs(events_of([1, 10, 20, 30, 40], forward), 0, 1, 2, 3).forward_only[2] == {1}
-
-
-def test_casts_count_with_each_step_that_uses_them() -> None:
-    forward: list[tuple[int, list[Event]]] = [
-        (0, [Allocated(1), reads(0), Saved(1)]),
-        (1, [Allocated(2), reads(0, 1)]),
-        (2, [Saved(1), Allocated(3), reads(2, 1)]),
-    ]
-    backward: list[tuple[int, list[Event]]] = [
-        (2, [Released(1), Allocated(4), Freed(4)]),
-        (0, [Released(1), Allocated(4), Freed(4)]),
-    ]
-    found = costs(events_of([1, 10, 20, 30, 5], forward, backward, casts={1}), 0, 1, 2)
-    assert found.casts == (frozenset({1}),) * 3
-    assert found.forward == (10, 30, 40)
-    assert found.live[1:] == (frozenset(), frozenset({2}), frozenset())
-    # the cast is free when the first step that saved it is done
-    assert found.backward == (0, 0, 5)
-
-
 def test_workspaces_and_seconds_are_those_of_the_calls() -> None:
     rates = Rates(lambda kernel: 2.0 * (kernel.number + 1), [0, 100, 0, 40, 0])
     found = costs(chain(), 0, 1, 2, rates=rates)
@@ -239,21 +156,12 @@ def test_workspaces_and_seconds_are_those_of_the_calls() -> None:
     assert found.seconds_backward == (10, 8, 8)
 
 
-def test_states_of_dropout_are_copied_for_a_moment() -> None:
-    forward: list[tuple[int, list[Event]]] = [(0, [Allocated(1), reads(0, state=100)])]
-    found = costs(events_of([1, 10], forward), 0)
-    assert found.forward == (110,)
-    assert found.never_recomputed == (frozenset({2}),)
-
-
 @pytest.mark.parametrize("rounding", [lambda size: size, lambda size: -(-size // 512) * 512])
 def test_bytes_are_counted_as_an_allocator_does(rounding: object) -> None:
-    events = events_of(
-        [1, 10], [(0, [Allocated(1), reads(0, state=100)])], trained=[3], constants=[600]
-    )
+    events = events_of([1, 10], [(0, [Allocated(1), reads(0)])], trained=[3], constants=[600])
     counted = events.rounded(rounding)  # type: ignore[arg-type]
     assert counted.sizes == [rounding(1), rounding(10)]  # type: ignore[operator]
-    assert costs(counted, 0).forward == (rounding(10) + rounding(100),)  # type: ignore[operator]
+    assert costs(counted, 0).forward == (rounding(10),)  # type: ignore[operator]
     assert (counted.trained, counted.constants) == ([rounding(3)], [rounding(600)])  # type: ignore[operator]
 
 

@@ -74,11 +74,7 @@ def test_least_memory_knows_the_outputs_that_the_caller_holds(
         last = dict.fromkeys(saved, step) | last
     early = data.draw(st.sets(st.sampled_from(sorted(last))) if last else st.just(set()))
     returned = costs.live[-1] | early
-    held = tuple(
-        frozenset(storage for storage in returned if last[storage] < step)
-        for step in range(len(costs))
-    )
-    costs = replace(costs, held_until_end=returned, forward_only=held)
+    costs = replace(costs, held_until_end=returned)
     least = min(simulate(other, costs).peak for other in flat_plans(len(costs)))
     assert simulate(least_memory(costs), costs).peak == least
 

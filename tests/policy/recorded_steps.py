@@ -121,9 +121,15 @@ def planner_of(name: str) -> Any:
 
 
 def _costs(spec: Any, model: dict[str, Any]) -> Any:
+    import torch  # noqa: PLC0415
+
     from zoo.profiling.kernel_costs import PRODUCTS, KernelCosts  # noqa: PLC0415
 
     operator = spec.operator.rpartition(".")[0]
+    if operator == "aten.sum" and not spec.kwargs:
+        # recorded inside of autocast, by which a sum of bfloat16 is made in float32
+        inside = spec._replace(kwargs=(("dtype", torch.float32),))
+        spec = inside if key_of(inside) in model["workspaces"] else spec
     held = WITH_BIAS if operator == "aten.addmm" else PRODUCT if operator in PRODUCTS else 0
     key, seconds = key_of(spec), model.get("seconds", {})
     return KernelCosts(seconds.get(key, UNKNOWN), model["workspaces"].get(key, 0), held)

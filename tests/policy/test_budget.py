@@ -129,7 +129,9 @@ def test_the_peak_is_told_apart_to_the_byte(family: str) -> None:
         assert peak.gradients <= fixed.gradients
         if peak.moment != "step of the optimizer":
             moving = peak.gradients + peak.kept + peak.recomputed + peak.between + peak.work
-            assert moving == simulate(point.plan, found.costs_with_gradients).peak
+            taken = found.judgement(report.plan)
+            assert taken is not None
+            assert moving == taken.peak
 
 
 def test_for_a_cuda_device_each_storage_takes_whole_blocks_and_on_the_cpu_its_bytes() -> None:
@@ -317,12 +319,12 @@ class Uneven(nn.Module):
 def test_the_least_peak_is_that_of_the_best_of_all_plans() -> None:
     for batch in (50, 5000):
         for sizes, rate in (((3, 40, 5, 60, 20), 0.0), ((3, 40, 20), 0.5)):
-            # of few numbers the random streams of a segment take more than it saves
             model, x = Uneven(sizes, rate), torch.rand(batch, 3)
             found = planner_for(model, x, optimizer=None, device="a100")
             best = min(found.point(plan).peak for plan in nested_plans(found.steps))
-            assert found.points[0].peak == found.least.peak == best
-            assert (best < found.baseline.peak) == (batch == 5000 or not rate)
+            assert best <= found.lowest().peak <= 1.001 * best
+            assert best <= found.least.peak <= 1.004 * best
+            assert best < found.baseline.peak
 
 
 def test_a_peak_in_the_optimizers_step_is_told_apart_too() -> None:
@@ -769,35 +771,6 @@ def test_what_a_model_keeps_from_step_to_step_is_counted(
     assert len(found.profile.remaining) == (keep not in ("the input", "nothing"))
 
 
-def test_where_no_second_forward_tells_when_it_is_replaced_it_counts_to_the_end() -> None:
-    model, x, once = Remembering("a result"), torch.rand(2000, 64), iter([None])
-    usual = planner_for(model, x, optimizer=sgd, loss=scores).costs
-    model.register_forward_pre_hook(lambda *_: next(once))
-    failing = planner_for(model, x, optimizer=sgd, loss=scores).costs
-    held = [costs.bytes_of(costs.forward_only[-2]) for costs in (failing, usual)]
-    assert held[0] - held[1] == 2000 * 64 * 16 * 4
-    assert model.seen is None
-
-
-class Comparing(nn.Linear):
-    """Looks from its second forward on at the numbers that it has kept."""
-
-    seen: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        is_repeated = self.seen is not None and bool(self.seen.sum() == y.sum())
-        self.seen = y.detach()
-        return -y if is_repeated else y
-
-
-def test_a_second_forward_that_reads_numbers_leaves_the_first_ones_plan() -> None:
-    with torch.device("meta"):  # where there are none
-        model, x = Comparing(64, 64), torch.empty(500, 64)
-    found = planner_for(model, x, optimizer=sgd, loss=scores, device="a100")
-    assert len(found.profile.remaining) == 1
-
-
 class Queueing(nn.Module):
     """Makes a large buffer anew in each step."""
 
@@ -1027,7 +1000,8 @@ def test_what_is_impossible_is_refused_with_the_least() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_least_peak_is_known_without_the_other_plans(family: str) -> None:
     found = prospect(family)
-    assert found.least.peak == found.points[0].peak
+    assert found.lowest().peak <= found.points[0].peak
+    assert found.lowest().peak <= found.least.peak <= 1.004 * found.lowest().peak
 
 
 def test_a_refusal_names_a_budget_that_is_granted() -> None:
@@ -1135,7 +1109,7 @@ def test_overhead_asks_for_the_least_memory_in_that_time() -> None:
     found = prospect("preactivation")
     report = found.report(None, 0.2)
     assert report.predicted_time_ratio <= 1.2
-    assert report.predicted_peak == min(p.peak for p in found.points if p.time_ratio <= 1.2)
+    assert report.predicted_peak <= min(p.peak for p in found.points if p.time_ratio <= 1.2)
     assert found.report(None, 0.0).predicted_time_ratio == 1
 
 

@@ -226,7 +226,9 @@ def test_interrupts_end_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     plan()
     calls = Presses()
     calls.run(plan)
-    presses = Presses([1 + number * (len(calls.calls) - 100) // 25 for number in range(25)])
+    # some fewer, since a later plan finds more in caches
+    last = len(calls.calls) * 19 // 20
+    presses = Presses([1 + number * last // 25 for number in range(25)])
     presses.run(plan)
     assert len(presses.ends) == 25
     assert [(status, inside) for status, inside in presses.ends if status] == []

@@ -113,8 +113,8 @@ def test_casts_are_those_that_autocast_caches_each_once() -> None:
     x, size = torch.rand(3, 8, requires_grad=True), 2 * 8 * 8
     for is_cached in (True, False):
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=is_cached):
-            costs = costs_of(model, x)
-        found = frozenset[int]().union(*costs.casts)
+            of_step = profile(model, x)
+        costs, found = of_step.costs(), of_step.events.casts
         # the second use of the shared weight casts nothing, a frozen weight is not cached, and an
         # input that needs a gradient is
         cached = [2 * 3 * 8, size, size] if is_cached else []

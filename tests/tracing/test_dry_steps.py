@@ -101,13 +101,12 @@ def test_a_real_step_takes_what_a_dry_step_does(name: str) -> None:
         optimizer.step()
 
     for plan in plans_of(planner):
-        peak = planner.judged_peak(planner.point(plan))
+        peak = planner.point(plan).peak
         assert planner.judgement(plan) is not None
         zoo.checkpoint(model, plan)
         step()
         taken = measure_step(step, model, optimizer, [x]).peak
-        # of random streams as many bytes are counted as if each kernel had its own segment
-        assert 0.98 * peak <= taken <= 1.001 * peak
+        assert 0.995 * peak <= taken <= 1.001 * peak
 
 
 @pytest.mark.parametrize("can_fork", [True, False])
@@ -117,8 +116,10 @@ def test_the_model_stays_as_it_was(can_fork: bool, monkeypatch: pytest.MonkeyPat
     planner, x = planned("mixed")
     model: Any = planner.model
     before, stream = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    for plan in plans_of(planner):
-        assert planner.judgement(plan) is not None
+    judged = [planner.judgement(plan) is not None for plan in plans_of(planner)]
+    # user code runs in this process as seldom as can be
+    assert all(judged) if can_fork else 1 <= sum(judged) <= 2
+    assert len(judged) > 2
     assert (model.calls, model.seen, x.grad) == (0, None, None)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
@@ -152,7 +153,7 @@ def test_a_forward_that_does_not_follow_its_plan_is_planned_for_without() -> Non
     log = planner.outline.dry_step(DryStep(Plan([0, 1]), planner.outline.cuts[:2]))  # type: ignore[misc]
     assert isinstance(log, FailedCall)
     assert "other operators" in log.text
-    assert planner.judged_peak(planner.baseline) == planner.baseline.peak
+    assert planner.judged(planner.baseline).peak == planner.baseline.peak
     assert zoo.plan(Alternating(8, 8), torch.rand(4, 8), memory_budget=1.0, loss=mean).plan
 
 

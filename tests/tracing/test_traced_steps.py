@@ -13,10 +13,11 @@ import zoo
 from tests.tracing.models import Net, Reader, UNet
 from tests.training import images, needs_numpy, real_peak
 from zoo.api.checkpoint import outline_of
+from zoo.engine.devices import SIZE as STREAM
 from zoo.errors import ArgumentError
 from zoo.invocation import Invocation
 from zoo.planner.plan import Plan
-from zoo.policy.budget import STREAM, StepPlanner
+from zoo.policy.budget import StepPlanner
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.tracing.isolated_trace import TraceError
 from zoo.tracing.planned_forward import patched_forward
@@ -64,7 +65,7 @@ def test_a_plan_for_keyword_arguments_keeps_to_its_budget_and_leaves_the_model()
 def said() -> StepPlanner:
     given = Invocation.of(named("meta"))
     with torch.enable_grad():
-        steps = outline_of(Said(), given)
+        steps = outline_of(Said(), given, is_judged=True)
         return StepPlanner(Said(), steps, given.tensors, optimizer=torch.optim.SGD).measured()
 
 

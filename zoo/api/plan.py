@@ -133,7 +133,7 @@ def planner_for(
     optimizer: OptimizerOption | OptimizerBytes | None = torch.optim.AdamW,
     loss: Loss | None = None,
     measured: bool = True,
-    judged: bool = False,
+    judged: bool = True,
     **options: Any,
 ) -> StepPlanner:
     """Traces a model for these inputs; options are those of `StepPlanner`.

@@ -162,10 +162,11 @@ def anatomy(
         )
     invocation = Invocation.of(inputs)
     meta_inputs = invocation.map(lambda tensor: tensor.to("meta"))
-    without_loss = functools.cache(lambda: outline_of(model, meta_inputs))
+    judged = functools.partial(outline_of, model, meta_inputs, is_judged=True)
+    without_loss = functools.cache(judged)
 
     def outline(loss: Loss | None) -> Outline:
-        return without_loss() if loss is None else outline_of(model, meta_inputs, loss)
+        return without_loss() if loss is None else judged(loss)
 
     to_host = Offload.of(offload, None)
     plan, offloads = _plan_of_option(model, meta_inputs.tensors, checkpoint, to_host, outline)
@@ -211,8 +212,8 @@ def _plan_of_option(
     try:
         with torch.enable_grad():
             planner = StepPlanner(model, outline(option.step.loss), inputs)
-            plan, _, offloads = option.plan_for(planner)
-            return plan, offloads
+            chosen = option.plan_for(planner)
+            return chosen.plan, chosen.offloads
     except TraceError:
         if checkpoint not in (None, True, "blocks"):
             raise

@@ -245,7 +245,7 @@ class Handle:
         alias = self.base() if original is None else original
         if self.is_copy or (alias is None and self.version_counter is None):
             self._keep_memory()
-        elif alias is not None and self.version_counter is None and type(alias) is not FakeTensor:
+        elif alias is not None and self.version_counter is None:
             self.version_counter = version_counter_of(alias)
             if original is not None:
                 self.view = View(original)
@@ -330,7 +330,7 @@ class Handle:
         original, home = self.original(), self.value.home()
         if original is not None:
             is_here = storage_of(original) is home or not self.is_result
-            return detached(original) if is_here and type(original) is not FakeTensor else replayed
+            return detached(original) if is_here else replayed
         if home is not None and type(self.fingerprint) is bytes and self.fingerprint:
             present = read_in(home, replayed)
             self.is_written = present is not None and self.fingerprint != present
@@ -365,7 +365,11 @@ def version_counter_of(tensor: Tensor) -> Tensor:
     """Returns a tensor without memory of its own that shares the version counter of this one."""
     version_counter = detached(tensor)
     with DisableTorchDispatch():
-        version_counter.data = _nothing(tensor.dtype, tensor.device).expand(tensor.shape)
+        if isinstance(tensor, FakeTensor):
+            nothing = _nothing(tensor.dtype, torch.device("meta")).expand(tensor.shape)
+            version_counter.data = FakeTensor(tensor.fake_mode, nothing, tensor.fake_device)
+        else:
+            version_counter.data = _nothing(tensor.dtype, tensor.device).expand(tensor.shape)
     return version_counter
 
 

@@ -440,13 +440,16 @@ def hold_readers(readers: Iterable[External], storage: UntypedStorage, tensor: T
             reader.hold(copy)
 
 
-class _FakeCopies(threading.local):
-    """Whether copies of fake tensors, which have no numbers, take memory: a dry step counts it."""
+class _Copies(threading.local):
+    """Is told of each copy of a storage, which no mode sees, where a dry step counts them.
 
-    are_made = False
+    Only there fake tensors, which have no numbers, are copied.
+    """
+
+    note: Callable[[UntypedStorage], object] | None = None
 
 
-fake_copies = _FakeCopies()
+copies = _Copies()
 
 
 def is_small(tensor: Tensor) -> bool:
@@ -462,10 +465,17 @@ def _is_parameter(tensor: Tensor | None) -> bool:
 
 
 def _copied(storage: UntypedStorage, tensor: Tensor) -> UntypedStorage:
+    # a fake tensor has no numbers that could change
+    if copies.note is None and isinstance(tensor, FakeTensor):
+        return storage
+    copy = _copy_of(storage, tensor)
+    if copies.note is not None:
+        copies.note(copy)
+    return copy
+
+
+def _copy_of(storage: UntypedStorage, tensor: Tensor) -> UntypedStorage:
     if isinstance(tensor, FakeTensor):
-        # it has no numbers that could change
-        if not fake_copies.are_made:
-            return storage
         return tensor.new_empty(storage.nbytes(), dtype=torch.uint8).untyped_storage()
     if not tensor.is_cpu:
         with DisableTorchDispatch():

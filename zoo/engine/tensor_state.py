@@ -191,8 +191,8 @@ def detached(tensor: Tensor) -> Tensor:
         return tensor.detach()
     with ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED), DisableTorchDispatch():
         result = tensor.detach()
-    if isinstance(tensor, FakeTensor):
-        return FakeTensor(tensor.fake_mode, result, tensor.fake_device)
+        if isinstance(tensor, FakeTensor):
+            return FakeTensor(tensor.fake_mode, result, tensor.fake_device)
     return result
 
 

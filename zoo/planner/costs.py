@@ -11,10 +11,9 @@ all later ones DenseNet's features), so a sum over shapes would count it many ti
 
 import contextlib
 import functools
-import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,8 +23,6 @@ Value = TypeVar("Value")
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
 # storages of fewer bytes are not offloaded: that saves nothing that the calls for it are worth
 LEAST_OFFLOADED = 1 << 16
-# a segment keeps random numbers of at most so many bytes, in place of drawing them again
-NOISE = 1 << 12
 
 
 class computed_once(functools.cached_property[Value]):
@@ -74,26 +71,6 @@ class StepCosts:
     held_until_end: frozenset[int] = frozenset()
     # bytes of parameters' gradients that the step's forward makes, not counted above
     gradients_made: tuple[int, ...] = ()
-    draws: tuple[int, ...] = ()  # how many of the step's kernels draw random numbers
-    # casts of weights that autocast caches: held until the model's forward ends
-    casts: tuple[frozenset[int], ...] = ()
-    # `backward` if nothing but the step holds the inputs that it saved
-    backward_alone: tuple[int, ...] = ()
-    # storages of the step's inputs that its kernels read, and that they write; without the first, a
-    # recomputation needs the whole state, and all of its steps
-    reads: tuple[frozenset[int], ...] = ()
-    reads_until_saved: tuple[frozenset[int], ...] = ()
-    writes: tuple[frozenset[int], ...] = ()
-    # storages of the step's inputs that a segment around it copies and keeps until its backward is
-    # over, unless the segment makes them
-    copied: tuple[frozenset[int], ...] = ()
-    # storages of the step that a segment around it keeps until its backward is over: results of
-    # kernels that no recomputation runs, and memory that was saved before a kernel wrote it
-    never_recomputed: tuple[frozenset[int], ...] = ()
-    # storages that the forward holds in addition to the state and a recomputation of kernels does
-    # not: those of variables in the user's forward, outputs that were made early, and what the
-    # model keeps, of the training step before until this one replaces it
-    forward_only: tuple[frozenset[int], ...] = ()
 
     def __len__(self) -> int:
         return len(self.saved)
@@ -115,28 +92,11 @@ class StepCosts:
     @computed_once
     def present(self) -> tuple[frozenset[int], ...]:
         """For each step the storages that exist in the forward under every plan."""
-        live = self.live[:-1]
-        return tuple(map(frozenset.union, live, self.forward_only)) if self.forward_only else live
-
-    @computed_once
-    def new_storages(self) -> tuple[frozenset[int], ...]:
-        """For each step the storages that it makes and a later step reads, or that it saves."""
-        ends = zip(self.live, self.live[1:], self.saved, strict=False)
-        return tuple((after | saved) - before for before, after, saved in ends)
-
-    @computed_once
-    def noise(self) -> frozenset[int]:
-        """Storages with few random numbers, which a segment may keep."""
-        drawn = frozenset().union(*itertools.compress(self.new_storages, self.draws))
-        return frozenset(storage for storage in drawn if self.sizes[storage] <= NOISE)
-
-    @computed_once
-    def forward_only_changes(self) -> tuple[tuple[frozenset[int], frozenset[int]], ...]:
-        """For each step, and the end: the storages of `forward_only` that it adds and releases."""
-        if not self.forward_only:
-            return ()
-        around = itertools.pairwise((frozenset[int](), *self.forward_only, frozenset[int]()))
-        return tuple((now - before, before - now) for before, now in around)
+        made, found = frozenset[int](), list[frozenset[int]]()
+        for live, after, saved in zip(self.live, self.live[1:], self.saved, strict=False):
+            found.append(live | made)
+            made |= (after | saved) & self.held_until_end
+        return tuple(found)
 
     def last_states(self) -> dict[int, int]:
         """Returns the last state that has each storage of a state."""
@@ -220,25 +180,17 @@ def simulate(
     if offloads:
         clock.offloading = _Offloading(clock, frozenset(offloads), steps, copies)
     clock.run(plan)
-    clock.hold_forward_only(len(costs))
     if clock.offloading is not None:
         clock.offloading.copy_out(len(costs))
-    for casts in costs.casts:
-        clock.release(casts)
-    earlier_casts = _earlier_casts(plan, costs)
-    for casts in earlier_casts:
-        clock.hold(casts)
     peaks = [(clock.peak, clock.moment)]
     clock.hold(costs.held_until_end)
-    for item, casts in zip(reversed(plan), reversed(earlier_casts), strict=True):
+    for item in reversed(plan):
         # here no recomputed tensor is held
         if clock.offloading is not None:
             clock.offloading.come_back(item)
         clock.forward_bytes, clock.peak = clock.held_bytes, 0
         clock.give_away(item)
-        clock.backward(item, casts)
-        clock.held_bytes -= clock.copies(item)
-        clock.release(clock.kept_by(item))
+        clock.backward(item)
         peaks.append((clock.peak, clock.moment))
     peak, moment = max(peaks, key=operator.itemgetter(0))
     backward_peaks = tuple(backward_peak for backward_peak, _ in reversed(peaks[1:]))
@@ -258,38 +210,16 @@ def least_possible(costs: StepCosts) -> int:
     model's outputs, the incoming gradient, and its allocations. Whatever else a plan holds adds to
     that, also in any other order of the steps without offloading.
     """
-    backward = costs.backward_alone or costs.backward
     peaks = [0]
-    for step, (present, saved) in enumerate(zip(costs.present, costs.saved, strict=True)):
+    for step, saved in enumerate(costs.saved):
         behind = costs.bytes_of(saved | costs.held_until_end) + costs.gradients[step + 1]
-        peaks += costs.bytes_of(present) + costs.forward[step], behind + backward[step]
+        before = costs.bytes_of(costs.present[step])
+        peaks += before + costs.forward[step], behind + costs.backward[step]
     return max(peaks)
-
-
-def _earlier_casts(
-    items: Sequence[Item], costs: StepCosts, earlier: frozenset[int] = frozenset()
-) -> list[frozenset[int]]:
-    """Returns for each segment the casts of earlier items that it holds; for a kept step none.
-
-    `earlier` are the casts that there are before the first item.
-    """
-    by_item = []
-    for item in items if costs.casts else ():
-        casts = frozenset().union(*(costs.casts[step] for step in _steps(item)))
-        by_item.append(casts & earlier if isinstance(item, tuple) else frozenset())
-        earlier |= casts
-    return by_item or [frozenset()] * len(items)
 
 
 def _steps(item: Item) -> tuple[int, ...]:
     return (item,) if isinstance(item, int) else tuple(indices(item))
-
-
-class _Recomputation(NamedTuple):
-    """The steps that a segment's recomputation runs, and the storages of states that it needs."""
-
-    needed: dict[int, frozenset[int]]  # by step
-    whole: frozenset[int]  # steps whose results it needs; it runs others until they have saved
 
 
 class _Clock:
@@ -302,7 +232,6 @@ class _Clock:
         self.moment = Moment(FORWARD, 0, 0, 0, 0, 0, 0, None)
         self.given_away: frozenset[int] = frozenset()  # outputs that a recomputation allocates anew
         self.seconds: list[float] = []
-        self.recomputations: dict[int, _Recomputation] = {}  # by the ids of segments
         self.offloading: _Offloading | None = None
 
     def run(self, plan: Plan) -> None:
@@ -310,79 +239,54 @@ class _Clock:
         costs = self.costs
         for item in plan:
             steps = _steps(item)
-            read = self.read_once(item)
             if isinstance(item, tuple):
-                self.hold(self.inputs(item) | read)
+                self.hold(self.inputs(item))
             for step in steps:
-                self.hold_forward_only(step)
                 if self.offloading is not None and step == steps[0]:
                     self.offloading.copy_out(step)
-                work = costs.forward[step] - self.held_casts(step)
-                self.tick(FORWARD, step, self.extra(costs.live[step]), work, None)
+                state = self.extra(costs.present[step])
+                self.tick(FORWARD, step, state, costs.forward[step], None)
                 self.pass_time(costs.seconds[step])
-                if costs.casts:
-                    self.hold(costs.casts[step])
             if isinstance(item, int):
                 self.hold(costs.saved[item])
-            else:
-                self.release(read)
-                self.held_bytes += self.copies(item)
-                self.hold(self.kept_by(item))
             if self.offloading is not None:
                 self.offloading.add(item)
 
-    def backward(self, item: Item, casts: frozenset[int], *, is_inner: bool = False) -> None:
+    def backward(self, item: Item) -> None:
         """Runs the backward of an item; that of a segment recomputes it first.
 
-        A segment holds its inputs, and `casts` of earlier items, until its backward is over; an
-        inner one of known `reads`, until it is recomputed.
+        A segment holds its inputs until its backward is over.
         """
         costs = self.costs
         if isinstance(item, int):
-            self.tick(BACKWARD, item, 0, self.backward_work(item), item + 1)
+            self.tick(BACKWARD, item, 0, costs.backward[item], item + 1)
             self.pass_time(costs.seconds_backward[item])
             self.release(costs.saved[item])
             return
-        by_inner = _earlier_casts(item, costs, casts)
-        self.recompute(item, by_inner)
+        self.recompute(item)
         self.take_back(item)
-        inner_ends = is_inner and bool(costs.reads)
-        if inner_ends:
-            self.release(self.inputs(item) | casts)
-        for inner, inner_casts in zip(reversed(item), reversed(by_inner), strict=True):
-            self.backward(inner, inner_casts, is_inner=True)
-        if not inner_ends:
-            self.release(self.inputs(item) | casts)
+        for inner in reversed(item):
+            self.backward(inner)
+        self.release(self.inputs(item))
 
-    def backward_work(self, step: int) -> int:
-        """Returns the bytes that the backward of a step allocates beside what is held."""
-        costs = self.costs
-        inputs = costs.saved[step] & costs.live[step] if costs.backward_alone else ()
-        if inputs and all(self.holders[storage] == 1 for storage in inputs):
-            return costs.backward_alone[step]
-        return costs.backward[step]
-
-    def recompute(self, item: tuple[Item, ...], casts: Sequence[frozenset[int]]) -> None:
-        """Recomputes the forward of a segment, as far as its backward needs it.
-
-        `casts` are, for each of its items, those that an inner segment holds.
-        """
-        costs, recomputation = self.costs, self.recomputation(item)
-        end = self.recomputed_at(_steps(item))
-        for inner, inner_casts in zip(item, casts, strict=True):
+    def recompute(self, item: tuple[Item, ...]) -> None:
+        """Recomputes the forward of a segment, as far as its backward needs it."""
+        costs, last = self.costs, item[-1]
+        end = _steps(last)[-1] + 1
+        for inner in item:
             if isinstance(inner, tuple):
-                self.hold(self.inputs(inner) | inner_casts)
+                self.hold(self.inputs(inner))
             for step in _steps(inner):
-                if step in recomputation.whole:
+                if inner is not last:
                     work, flops = costs.forward[step], costs.flops[step]
                     seconds = costs.seconds[step]
                 elif step == inner:
                     work, flops = costs.forward_until_saved[step], costs.flops_until_saved[step]
                     seconds = costs.seconds_until_saved[step]
                 else:
+                    # its own backward recomputes an inner segment at the end
                     continue
-                work -= self.held_casts(step)
-                self.tick(RECOMPUTE, step, self.extra(recomputation.needed[step]), work, end)
+                self.tick(RECOMPUTE, step, self.extra(costs.live[step]), work, end)
                 self.flops += flops
                 self.seconds.append(seconds)
                 self.pass_time(seconds)
@@ -394,66 +298,9 @@ class _Clock:
         if self.offloading is not None:
             self.offloading.now += seconds
 
-    def recomputed_at(self, steps: Sequence[int]) -> int:
-        """Returns the state of the largest gradient that may exist when a segment is recomputed.
-
-        The backward recomputes it at the last step that saved a tensor which is neither a few
-        random numbers nor an input of the segment.
-        """
-        costs, last = self.costs, steps[-1]
-        there = costs.noise | costs.live[steps[0]]
-        while costs.reads and last > steps[0] and costs.saved[last] <= there:
-            last -= 1
-        return max(range(steps[-1] + 1, last, -1), key=costs.gradients.__getitem__)
-
     def inputs(self, item: tuple[Item, ...]) -> frozenset[int]:
-        """Returns the storages that a segment starts from, as far as it needs them."""
-        return self.recomputation(item).needed[first_step(item)]
-
-    def read_once(self, item: Item) -> frozenset[int]:
-        """Returns the storages before a segment that it reads and its recomputation does not.
-
-        A segment cannot know that yet in the forward, and holds them until it ends there.
-        """
-        if not self.costs.reads or isinstance(item, int):
-            return frozenset()
-        steps = _steps(item)
-        read = frozenset().union(*self.costs.reads[steps[0] : steps[-1] + 1])
-        return (read & self.costs.live[steps[0]]) - self.inputs(item)
-
-    def recomputation(self, item: tuple[Item, ...]) -> _Recomputation:
-        """Returns the recomputation of a segment; segments inside of it keep nothing."""
-        # no two segments of a plan are one object, since they have other steps
-        if id(item) not in self.recomputations:
-            self.recomputations[id(item)] = self._recomputation(item)
-        return self.recomputations[id(item)]
-
-    def _recomputation(self, item: tuple[Item, ...]) -> _Recomputation:
-        costs, last = self.costs, item[-1]
-        if not costs.reads:
-            before = {step for inner in item[:-1] for step in _steps(inner)}
-            return _Recomputation({n: costs.live[n] for n in _steps(item)}, frozenset(before))
-        wanted, needed, whole = frozenset[int](), dict[int, frozenset[int]](), set[int]()
-        for inner in reversed(item):
-            # an inner segment at the end is not run here: its own backward recomputes it
-            is_left_out = inner is last and isinstance(last, tuple)
-            for step in () if is_left_out else reversed(_steps(inner)):
-                written = costs.writes[step] if costs.writes else frozenset()
-                if not wanted.isdisjoint(costs.new_storages[step] | written):
-                    whole.add(step)
-                    wanted |= costs.reads[step]
-                if step == inner:
-                    wanted |= costs.reads_until_saved[step] | costs.saved[step]
-                wanted = needed[step] = wanted & costs.live[step]
-            if isinstance(inner, tuple):
-                first = first_step(inner)
-                wanted = needed[first] = wanted | self.inputs(inner)
-        return _Recomputation(needed, frozenset(whole))
-
-    def held_casts(self, step: int) -> int:
-        """Returns the bytes of a step's casts that are already held, so not made again."""
-        casts = self.costs.casts[step] if self.costs.casts else ()
-        return self.costs.bytes_of(casts) - self.extra(casts) if casts else 0
+        """Returns the storages that a segment starts from."""
+        return self.costs.live[first_step(item)]
 
     def tick(self, phase: str, step: int, state: int, work: int, end: int | None) -> None:
         """Records the bytes of a moment; `end` is the state whose gradient exists."""
@@ -504,31 +351,11 @@ class _Clock:
             self.holders[storage] += 1
         self.given_away -= saved - inputs
 
-    def copies(self, item: Item) -> int:
-        """Returns the bytes that a segment copies: inputs, and storages that it also keeps."""
-        if not self.costs.copied or isinstance(item, int):
-            return 0
-        copied = frozenset().union(*(self.costs.copied[step] for step in indices(item)))
-        return self.costs.bytes_of(copied - (self.made_by(item) - self.kept_by(item)))
-
-    def kept_by(self, item: Item) -> frozenset[int]:
-        """Returns the storages that a segment keeps."""
-        if not self.costs.never_recomputed or isinstance(item, int):
-            return frozenset()
-        return frozenset().union(*(self.costs.never_recomputed[step] for step in indices(item)))
-
     def made_by(self, item: tuple[Item, ...]) -> frozenset[int]:
         """Returns the storages within and after a segment that are not its inputs."""
         live, saved = self.costs.live, self.costs.saved
         inside = (live[step + 1] | saved[step] for step in indices(item))
         return frozenset().union(*inside) - live[first_step(item)]
-
-    def hold_forward_only(self, step: int) -> None:
-        """Moves to the `forward_only` storages of a step; step n is the end of the forward."""
-        if self.costs.forward_only:
-            new, released = self.costs.forward_only_changes[step]
-            self.hold(new)
-            self.release(released)
 
     def release(self, storages: Iterable[int]) -> None:
         for storage in storages:
@@ -563,7 +390,7 @@ class _Offloading:
         """Returns what an item holds until its backward."""
         if isinstance(item, int):
             return self.clock.costs.saved[item]
-        return self.clock.inputs(item) | self.clock.kept_by(item)
+        return self.clock.inputs(item)
 
     def add(self, item: Item) -> None:
         """Adds an item whose forward is over."""

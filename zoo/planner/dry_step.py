@@ -13,7 +13,7 @@ they are there all the time.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,19 +58,27 @@ class Made(NamedTuple):
 class Ran(NamedTuple):
     """A kernel ran: the number of its call in the trace, -1 for none of these.
 
-    `operator` is that of the forward which ran it, or made the autograd node that did.
+    `operator` is that of the forward which ran it, or made the autograd node that did. `reads` are
+    the storages that it took in the forward.
     """
 
     kernel: int
     operator: int
     is_replayed: bool
+    reads: tuple[int, ...] = ()
+
+
+class Returned(NamedTuple):
+    """The program holds a storage until the backward is over: of an output or the loss."""
+
+    storage: int
 
 
 class ForwardEnd(NamedTuple):
     """The forward and the loss are over."""
 
 
-Row = There | Made | Freed | Gradient | Ran | ForwardEnd
+Row = There | Made | Freed | Gradient | Ran | Returned | ForwardEnd
 
 
 @dataclass(frozen=True)
@@ -120,6 +128,9 @@ class StepBytes:
         between: other tensors that kernels pass on.
         work: workspace of the kernel that runs.
         held: what the program holds when the backward is over, but for gradients.
+        returned: outputs and the loss, at the peak; `remaining`: what the model keeps longer, at
+            the peak, also of the step before; `unread`: what only variables of the forward hold and
+            no kernel of the forward reads after the peak.
         activations: the peak without gradients of parameters.
         seconds, flops: of all kernels that are replayed.
     """
@@ -135,6 +146,9 @@ class StepBytes:
     activations: int
     seconds: float
     flops: int
+    returned: int = 0
+    remaining: int = 0
+    unread: int = 0
 
     @property
     def peak(self) -> int:
@@ -150,7 +164,7 @@ def bytes_of_step(
 ) -> StepBytes:
     """Returns what a step takes; `rounding` counts the bytes of a storage as an allocator does."""
     walk = _Walk(log, rounding, rates, gradients)
-    for row in log:
+    for walk.position, row in enumerate(log):
         walk.pass_on(row)
     return walk.result()
 
@@ -165,7 +179,7 @@ class _Walk:
         rates: KernelRates,
         gradients: Gradients,
     ) -> None:
-        self.rounding, self.rates, self.gradients = rounding, rates, gradients
+        self.log, self.rounding, self.rates, self.gradients = log, rounding, rates, gradients
         # gradients in one storage are freed with the last of them
         self.waiting = Counter(row.storage for row in log if type(row) is Gradient)
         ends = (index for index, row in enumerate(log) if type(row) is ForwardEnd)
@@ -183,6 +197,9 @@ class _Walk:
         self.total = self.alive["gradients"]
         self.phase, self.operator = FORWARD, 0
         self.peak = self.activations = -1
+        # the row at which the peak is, and what is alive then
+        self.position = self.peak_at = 0
+        self.there: dict[int, int] = {}
         self.at_peak: tuple[str, int, dict[str, int], int] = (FORWARD, 0, {**self.alive}, 0)
         self.seconds, self.flops = 0.0, 0
         self.look(0)
@@ -200,7 +217,7 @@ class _Walk:
         elif type(row) is There:
             # what takes its place counts, and this no longer
             self.sizes[row.storage], self.kinds[row.storage] = self.rounding(row.bytes), "kept"
-        else:
+        elif type(row) is ForwardEnd:
             self.phase = BACKWARD
 
     def make(self, row: Made) -> None:
@@ -246,12 +263,20 @@ class _Walk:
         total = self.total + work
         self.activations = max(self.activations, total - self.alive["gradients"])
         if total > self.peak:
-            self.peak = total
+            self.peak, self.peak_at, self.there = total, self.position, self.sizes.copy()
             self.at_peak = self.phase, self.operator, {**self.alive}, work
 
     def result(self) -> StepBytes:
         phase, operator, alive, work = self.at_peak
         held = self.total - self.alive["gradients"]
+        begin = next((n for n, row in enumerate(self.log) if type(row) is Ran), 0)
+        earlier = {row.storage for row in self.log[:begin] if type(row) is Made}
+        returned = {row.storage for row in self.log if type(row) is Returned}
+        others = {number for number, kind in self.kinds.items() if kind != "gradients"}
+        remaining = (others | earlier) - returned
+        later = [row for row in self.log[self.peak_at :] if type(row) is Ran]
+        read = {storage for row in later for storage in row.reads}
+        unread = self.freed_in_forward - read - remaining
         return StepBytes(
             phase=phase,
             operator=operator,
@@ -261,4 +286,11 @@ class _Walk:
             activations=self.activations,
             seconds=self.seconds,
             flops=self.flops,
+            returned=self.bytes_there(returned),
+            remaining=self.bytes_there(remaining),
+            unread=self.bytes_there(unread) if phase is FORWARD else 0,
         )
+
+    def bytes_there(self, storages: Iterable[int]) -> int:
+        """Returns the bytes of those storages that are alive at the peak."""
+        return sum(self.there.get(storage, 0) for storage in storages)

@@ -14,7 +14,6 @@ from zoo.planner.costs import StepCosts
 from zoo.planner.step_events import (
     AT_END,
     Allocated,
-    Dropped,
     Event,
     Freed,
     Gradient,
@@ -64,12 +63,6 @@ def costs_of(
         for part, end in zip(steps.forward, steps.until, strict=True)
     ]
     of_nodes = [[e for e in part if type(e) is KernelRun] for part in steps.backward[:-1]]
-    copies = [steps.copies_kept(number) for number in numbers]
-    copied = [steps.not_made(number, (k.copies for k in kernels[number])) for number in numbers]
-    copied = list(map(frozenset.union, copied, steps.overwritten()))
-    writes = [steps.not_made(number, (k.writes for k in kernels[number])) for number in numbers]
-    never_recomputed = [steps.never_recomputed(number) | copies[number] for number in numbers]
-    forward_only = list(map(frozenset.union, steps.forward_only(), steps.left_before()))
     return StepCosts(
         sizes=tuple(steps.sizes),
         live=tuple(steps.live),
@@ -77,7 +70,6 @@ def costs_of(
         forward=tuple(steps.peak(number, None, rates) for number in numbers),
         forward_until_saved=tuple(steps.peak(n, steps.until[n], rates) for n in numbers),
         backward=tuple(backward.peak(number) for number in numbers),
-        backward_alone=tuple(backward.peak(number, is_alone=True) for number in numbers),
         gradients=backward.gradients,
         flops=tuple(sum(kernel.flops for kernel in calls) for calls in kernels),
         flops_until_saved=tuple(sum(kernel.flops for kernel in calls) for calls in early),
@@ -87,14 +79,6 @@ def costs_of(
         blocks=tuple(blocks),
         parameter_gradients=backward.parameter_gradients,
         gradients_made=tuple(map(steps.gradients_made, numbers)),
-        draws=tuple(sum(kernel.draws for kernel in calls) for calls in kernels),
-        reads=tuple(steps.not_made(n, (k.reads for k in kernels[n])) for n in numbers),
-        reads_until_saved=tuple(steps.not_made(n, (k.reads for k in early[n])) for n in numbers),
-        writes=tuple(writes) if any(writes) else (),
-        copied=tuple(copied) if any(copied) else (),
-        never_recomputed=tuple(never_recomputed) if any(never_recomputed) else (),
-        forward_only=tuple(forward_only) if any(forward_only) else (),
-        casts=tuple(steps.casts) if any(steps.casts) else (),
     )
 
 
@@ -103,8 +87,7 @@ class _Steps:
 
     def __init__(self, events: StepEvents, cuts: Sequence[int]) -> None:
         self.events, self.cuts, self.count = events, cuts, len(cuts)
-        # and of the copies that segments make, which have no events
-        self.sizes = list(events.sizes)
+        self.sizes = events.sizes
         self.gradients = {
             e.storage for run in events.backward for e in run.events if type(e) is Gradient
         }
@@ -126,7 +109,6 @@ class _Steps:
             for part in self.forward
         ]
         self.until = list(map(_until_saved, self.forward))
-        self.casts = [self._casts(number) for number in range(self.count)]
         self.live = self._live()
 
     def step_of(self, operator: int) -> int:
@@ -136,10 +118,6 @@ class _Steps:
             if operator == AT_END
             else max(bisect.bisect_right(self.cuts, operator) - 1, 0)
         )
-
-    def _casts(self, number: int) -> Storages:
-        used = self.allocated[number].union(*map(_reads, self.forward[number]))
-        return used & self.events.casts
 
     def _live(self) -> list[Storages]:
         """Returns for each state the storages that later steps read; for the last one, the loss."""
@@ -158,31 +136,10 @@ class _Steps:
                 live[state].add(storage)
         return list(map(frozenset, live))
 
-    def not_made(self, number: int, storages: Iterable[Storages]) -> Storages:
-        """Returns the given storages without those that the step allocated."""
-        return frozenset().union(*storages) - self.allocated[number]
-
-    def overwritten(self) -> list[Storages]:
-        """Returns for each step the inputs that this step or a later one overwrites.
-
-        A segment keeps a copy of such an input from before the write.
-        """
-        by_step: list[Storages] = []
-        written = set[int]()
-        for number in range(self.count - 1, -1, -1):
-            kernels = [event for event in self.forward[number] if type(event) is KernelRun]
-            written.update(*(kernel.writes for kernel in kernels))
-            read = self.not_made(number, (kernel.reads for kernel in kernels))
-            by_step.append(read & written)
-            written -= self.allocated[number]
-        return by_step[::-1]
-
     def peak(self, number: int, end: int | None, rates: Rates) -> int:
         """Returns the most new bytes in a step's forward, or in its events before `end`."""
         allocated, saved, sizes = self.allocated[number], self.saved[number], self.sizes
-        # a recomputation casts again if the cast of an earlier step was freed
-        total = sum(sizes[storage] for storage in self.casts[number] - allocated)
-        most = total
+        total = most = 0
         for event in self.forward[number][:end]:
             if type(event) is Allocated:
                 if event.storage not in self.gradients:
@@ -191,72 +148,13 @@ class _Steps:
                 if event.storage in allocated and event.storage not in saved:
                     total -= sizes[event.storage]
             elif type(event) is KernelRun:
-                # a recomputation lets the kernel write a copy of the kept copy
-                most = max(most, total + event.state, total + rates.workspace(event))
+                most = max(most, total + rates.workspace(event))
             most = max(most, total)
         return most
 
     def gradients_made(self, number: int) -> int:
         """Returns the bytes of parameters' gradients that a step's forward makes."""
         return sum(self.sizes[storage] for storage in self.allocated[number] & self.gradients)
-
-    def copies_kept(self, number: int) -> Storages:
-        """Numbers and returns the copies that a segment makes before kernels of a step write."""
-        copied = [
-            self.sizes[event.storage]
-            for event in self.forward[number]
-            if type(event) is Saved and event.is_blank
-        ]
-        copied += [
-            event.state
-            for event in self.forward[number]
-            if type(event) is KernelRun and event.state
-        ]
-        start = len(self.sizes)
-        self.sizes += copied
-        return frozenset(range(start, len(self.sizes)))
-
-    def never_recomputed(self, number: int) -> Storages:
-        """Returns the storages of a step that a segment around it keeps until its backward ends."""
-        part = self.forward[number]
-        blank = {event.storage for event in part if type(event) is Saved and event.is_blank}
-        once = frozenset().union(*(event.keeps for event in part if type(event) is KernelRun))
-        states = self.live[number] | self.live[number + 1]
-        return (once & (self.saved[number] | states | self.events.inputs)) | blank
-
-    def forward_only(self) -> list[Storages]:
-        """Returns for each step the storages that variables hold and no later step reads."""
-        ends: dict[int, int] = {}
-        for operator, event in self.events.forward if self.events.has_lifetimes else ():
-            if type(event) is Allocated:
-                ends[event.storage] = AT_END
-            elif type(event) is Dropped:
-                ends[event.storage] = operator
-        for storage in self.events.casts | self.gradients | self.events.inputs:
-            ends.pop(storage, None)
-        first: dict[int, int] = {}
-        for operator, event in reversed(self.events.forward):
-            if type(event) is KernelRun:
-                first.setdefault(self.step_of(operator), operator)
-        for operator, event in reversed(self.events.forward):
-            if type(event) is Allocated:
-                first[self.step_of(operator)] = operator
-        by_step: list[set[int]] = [set() for _ in range(self.count)]
-        for storage, end in ends.items():
-            for number in range(self.maker[storage] + 1, self.count):
-                if end < first.get(number, self.cuts[number]):
-                    break
-                by_step[number].add(storage)
-        return [frozenset(held) - live for held, live in zip(by_step, self.live, strict=False)]
-
-    def left_before(self) -> list[Storages]:
-        """Numbers what remains of the training step before; returns it until it is replaced."""
-        by_step: list[set[int]] = [set() for _ in range(self.count)]
-        for storage, end in self.events.remaining.items():
-            for number in range(bisect.bisect_left(self.cuts, end)):
-                by_step[number].add(len(self.sizes))
-            self.sizes.append(self.sizes[storage])
-        return list(map(frozenset, by_step))
 
 
 def _reads(event: Event) -> Iterable[int]:
@@ -336,11 +234,8 @@ class _Backward:
         """Returns whether a gradient is freed when it is complete."""
         return not self.keeps_gradients and self.last[gradient.storage] == id(gradient)
 
-    def peak(self, number: int, *, is_alone: bool = False) -> int:
-        """Returns the peak of a step's backward, above its saved tensors and incoming gradient.
-
-        `is_alone` if nothing but the step holds the inputs that it saved.
-        """
+    def peak(self, number: int) -> int:
+        """Returns the peak of a step's backward, above its saved tensors and incoming gradient."""
         steps, sizes = self.steps, self.steps.sizes
         part = steps.backward[number]
         ends = {e.storage: n for n, e in enumerate(part) if type(e) is Released}
@@ -354,7 +249,7 @@ class _Backward:
                 if (
                     not event.lives_on
                     and ends[event.storage] == position
-                    and self._is_last(event.storage, number, is_alone)
+                    and self._is_last(event.storage, number)
                 ):
                     total -= sizes[event.storage]
             elif type(event) is Gradient:
@@ -367,11 +262,11 @@ class _Backward:
             most = max(most, total)
         return most
 
-    def _is_last(self, storage: int, number: int, is_alone: bool) -> bool:
+    def _is_last(self, storage: int, number: int) -> bool:
         """Returns whether the step's last autograd node to release a saved storage frees it."""
         steps = self.steps
         if storage not in steps.saved[number]:
             return False
         if storage in steps.events.casts:
             return self.first_saved[storage] == number
-        return is_alone or storage not in steps.live[number]
+        return storage not in steps.live[number]

@@ -187,12 +187,14 @@ class Plan(tuple[Item, ...]):
 class RoomyPlan(NamedTuple):
     """A plan, and how many times as large tensors may get until it breaks a budget in bytes.
 
-    `offloads`: the first steps of the items that the host holds.
+    `offloads`: the first steps of the items that the host holds. A plan that `leaves_autocast` is
+    for steps whose backward runs outside of the autocast that is around the forward.
     """
 
     plan: Plan
     room: float = math.inf
     offloads: frozenset[int] = frozenset()
+    leaves_autocast: bool = False
 
 
 def indices(item: Item) -> Iterator[int]:

@@ -1,6 +1,6 @@
 """The events of a training step, as data: what its kernels allocate, free, save and compute.
 
-    forward     linear   allocate 3, kernel       relu   allocate 4, kernel, save 4, drop 3
+    forward     linear   allocate 3, kernel       relu   allocate 4, kernel, save 4
     backward    relu     allocate 9, kernel, release 4, free 8
                 linear   allocate 10, kernel, gradient 10, free 9
 
@@ -26,12 +26,6 @@ class Allocated(NamedTuple):
 
 class Freed(NamedTuple):
     """The memory of a storage was freed."""
-
-    storage: int
-
-
-class Dropped(NamedTuple):
-    """The program freed its last tensor in a storage; autograd may have saved one."""
 
     storage: int
 
@@ -77,12 +71,7 @@ class KernelRun:
         moved: bytes of its arguments and results.
         itemsize: bytes of an element of its first floating-point result; 4 if there is none.
         reads, writes: storages of its arguments.
-        copies: storages that a segment copies unless it makes them: small ones without a gradient
-            among `reads` and `writes`, and those of buffers and constants, which have numbers for
-            their copies alone.
         keeps: storages that it makes or writes and that no recomputation makes again.
-        state: bytes of arguments, such as a dropout's state, that a recomputation copies first.
-        draws: whether it draws random numbers.
     """
 
     number: int = 0
@@ -91,13 +80,10 @@ class KernelRun:
     itemsize: int = 4
     reads: frozenset[int] = frozenset()
     writes: frozenset[int] = frozenset()
-    copies: frozenset[int] = frozenset()
     keeps: frozenset[int] = frozenset()
-    state: int = 0
-    draws: bool = False
 
 
-Event = Allocated | Freed | Dropped | Viewed | Saved | Released | Gradient | KernelRun
+Event = Allocated | Freed | Viewed | Saved | Released | Gradient | KernelRun
 
 
 class NodeRun(NamedTuple):
@@ -111,7 +97,7 @@ class NodeRun(NamedTuple):
 class StepEvents:
     """The events of a training step.
 
-    Storages of parameters and buffers have no number, but for the copies of small buffers.
+    Storages of parameters and buffers have no number.
 
     Attributes:
         sizes: bytes of each storage.
@@ -120,13 +106,11 @@ class StepEvents:
         backward: the autograd nodes in the order in which they ran.
         outputs: storages of what the model returned.
         remaining: storages of the forward that the program holds when forward and backward are
-            over and what the model returned is gone, as in attributes of a module; and how many
-            operators of the next forward run until they are gone, 0 if they stay.
+            over and what the model returned is gone, as in attributes of a module.
         ends: the storage of the loss; empty if the backward begins at the outputs.
         casts: storages of casts of weights, which autocast holds until the forward is over.
         trained: bytes of each parameter that is trained.
         constants: bytes of each tensor that the functions of the step hold, such as targets.
-        has_lifetimes: whether `forward` has `Dropped` events.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -134,12 +118,11 @@ class StepEvents:
     forward: list[tuple[int, Event]] = field(default_factory=list)
     backward: list[NodeRun] = field(default_factory=list)
     outputs: frozenset[int] = frozenset()
-    remaining: dict[int, int] = field(default_factory=dict)
+    remaining: frozenset[int] = frozenset()
     ends: frozenset[int] = frozenset()
     casts: set[int] = field(default_factory=set)
     trained: list[int] = field(default_factory=list)
     constants: list[int] = field(default_factory=list)
-    has_lifetimes: bool = True
 
     def before(self, operator: int) -> "StepEvents":
         """Returns the events before an operator: those of a model without its loss.
@@ -153,23 +136,16 @@ class StepEvents:
         return replace(
             self,
             forward=forward,
-            remaining={storage: end for storage, end in self.remaining.items() if storage in made},
+            remaining=self.remaining & made,
             backward=[NodeRun(AT_END, events), *self.backward[len(behind) :]],
             ends=frozenset(),
         )
 
     def rounded(self, rounding: Callable[[int], int]) -> "StepEvents":
         """Returns the events with bytes as an allocator counts them."""
-
-        def count(event: Event) -> Event:
-            if isinstance(event, KernelRun) and event.state:
-                return replace(event, state=rounding(event.state))
-            return event
-
         return replace(
             self,
             sizes=list(map(rounding, self.sizes)),
-            forward=[(operator, count(event)) for operator, event in self.forward],
             trained=list(map(rounding, self.trained)),
             constants=list(map(rounding, self.constants)),
         )

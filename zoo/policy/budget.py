@@ -32,6 +32,7 @@ from zoo.engine.devices import (
     splits_all_blocks,
 )
 from zoo.engine.host_memory import copy_rate
+from zoo.engine.operator_effects import DROPOUT_STATE
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, BudgetError, Interrupted, needed, shortened
 from zoo.invocation import device_of, title_of
@@ -51,18 +52,15 @@ from zoo.planner.offload_choices import COUNT, choices, segments_of
 from zoo.planner.plan import Item, Plan, RoomyPlan, falling, first_step, thinned
 from zoo.policy.plan_report import FixedBytes, Frontier, PeakBytes, PlanReport, Point
 from zoo.profiling.caching_allocator import Rounding, rounding_of, with_rests
+from zoo.profiling.cudnn_recurrent import dropout_state_bytes
 from zoo.profiling.isolation import FailedCall
 from zoo.profiling.kernel_costs import Device, KernelCosts, rated_device, rated_name
 from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerBytes, optimizer_bytes
 from zoo.profiling.peak_memory import resident_bytes
 from zoo.profiling.progress import each, shown
 from zoo.profiling.step_profile import Outline, Profile
-from zoo.profiling.tensor_spec import KernelSpec
 from zoo.units import SIZES, at_least, exact_bytes, parse_bytes, parse_ratio
 
-# bytes of a generator's state, and of a packed one that a segment keeps
-STREAM = 5056
-KEPT_STREAM = 2528 + 128
 # bytes of scalars that torch allocates in C++, such as a learning rate
 NUMBERS = 64
 # parts of a device's memory that `"device"` leaves to gaps between blocks, with expandable segments
@@ -77,6 +75,12 @@ DEEPEST = 64
 ROOMIER = 1.2
 # steps that the search for items to offload simulates in all: some seconds
 SIMULATED_STEPS = 300_000
+# how many of the best plans are judged to be shown
+SHOWN = 12
+# the most judgements in a search for a plan, and those of proposals where none fits, the smallest
+MOST_JUDGEMENTS, LOWEST = 8, 4
+# the least saving of time for which one more proposal is judged
+WORTH = 0.01
 
 Budget = int | float | str
 OffloadOption = bool | Collection[int]
@@ -165,6 +169,10 @@ class Offload:
 
 
 NO_OFFLOAD = Offload()
+# for the steps that a plan is to fit, whether the backward runs outside of an autocast around the
+# model, which holds its casts of weights until it is left
+Sides = tuple[bool, ...]
+OUTSIDE, INSIDE, EITHER = (True,), (False,), (True, False)
 
 
 def _steps(offload: Collection[int]) -> frozenset[int]:
@@ -184,7 +192,8 @@ class StepPlanner:
     The options are those of `zoo.plan`. `counted_optimizer` has the bytes of the optimizer and
     `kernels` the costs of each different kernel, if they are known. With `offload` the plans are
     those that are the best without, the schemes and equal numbers of blocks, each with nothing and
-    with several sets of its items on the host (`planner.offload_choices`).
+    with several sets of its items on the host (`planner.offload_choices`). By default the backward
+    leaves an autocast that is around the model; a plan for several `sides` fits them all.
     """
 
     model: nn.Module
@@ -198,6 +207,7 @@ class StepPlanner:
     counted_optimizer: OptimizerBytes | None = None
     kernels: Sequence[KernelCosts | None] = ()
     offload: Offload = NO_OFFLOAD
+    sides: Sides = OUTSIDE
 
     def __post_init__(self) -> None:
         """Refuses options that exclude each other."""
@@ -307,6 +317,10 @@ class StepPlanner:
     @computed_once
     def baseline(self) -> Point:
         """The plan that recomputes nothing."""
+        return self.judged(self._baseline, self.sides[:1])
+
+    @computed_once
+    def _baseline(self) -> Point:
         return self._point(Plan.keep_all(len(self.costs)))
 
     @computed_once
@@ -314,34 +328,119 @@ class StepPlanner:
         """Bytes that are there in forward and backward under every plan."""
         return self.fixed.beside_activations + self.fixed.gradients * self.accumulates
 
-    @computed_once
-    def _optimizer_peak(self) -> int:
-        return self.fixed.optimizer_peak + self.costs.bytes_of(self.costs.held_until_end)
-
     def report(self, budget: Budget | None, overhead: float | None) -> PlanReport:
         """Chooses the plan for bounds from `parse_bounds` and predicts its costs."""
-        if overhead is not None:
-            limit = 1 + overhead
-            return self.describe(next(p for p in self.points if p.time_ratio <= limit), None)
-        limit_bytes = self.bytes_of(budget)
-        within = [point for point in self.points if point.peak <= limit_bytes]
-        if not within:
-            raise self._budget_error(limit_bytes)
-        return self.describe(within[-1], limit_bytes)
+        limit = None if overhead is not None else self.bytes_of(budget)
+        return self.describe(self.chosen(limit, overhead), limit)
 
-    def judged_peak(self, point: Point) -> int:
-        """Returns the peak of a dry step by a plan; by the costs of steps where there is none."""
-        step = self.judgement(self.of_model(point).plan, frozenset(point.offloads))
-        return point.peak if step is None else self._peak(point.plan, step.peak, step.held)
+    def chosen(self, limit: int | None, overhead: float | None = None, sides: Sides = ()) -> Point:
+        """Returns the plan of least time within bytes; else that of least peak within an overhead.
 
-    def judgement(self, plan: Plan, offloads: frozenset[int] = frozenset()) -> StepBytes | None:
-        """Returns what a step by a plan of the model takes; None if no dry step tells."""
-        outline = self.outline
-        if outline.dry_step is None or any(map(_is_of_cudnn, outline.specs)):
+        It fits the planner's `sides` of autocast, or those given.
+
+        Raises:
+            BudgetError: no plan keeps to the bytes.
+        """
+        if limit is None:
+            return self._least_within(math.inf if overhead is None else 1 + overhead)
+        found = self._fastest_within(limit, sides or self.sides)
+        if found is None:
+            raise self._budget_error(limit)
+        return found
+
+    def _fastest_within(self, limit: int, sides: Sides) -> Point | None:
+        """Returns the fastest of the judged plans that fits; None if none does.
+
+        By the error of the last judgement, the next proposal is the fastest that is expected to
+        fit, between one that fits and one that does not.
+        """
+        proposals, error = self.proposals, 0
+        fits, too_large = -1, len(proposals)
+        for _ in range(MOST_JUDGEMENTS):
+            expected = sum(point.peak + error <= limit for point in proposals) - 1
+            index = min(max(expected, fits + 1), too_large - 1)
+            if index <= fits or (
+                fits >= 0 and proposals[fits].time_ratio - proposals[index].time_ratio < WORTH
+            ):
+                break
+            peak = self.judged(proposals[index], sides).peak
+            error = peak - proposals[index].peak
+            fits, too_large = (index, too_large) if peak <= limit else (fits, index)
+        if fits >= 0:
+            return self.judged(proposals[fits], sides)
+        lowest = self.lowest(sides)
+        return lowest if lowest.peak <= limit else None
+
+    def lowest(self, sides: Sides = ()) -> Point:
+        """Returns the plan of the least peak; which of the lowest it is, only judging tells."""
+        lowest = (*self.proposals[:LOWEST], self._smallest, self._baseline)
+        judged = (self.judged(point, sides) for point in lowest)
+        return min(judged, key=attrgetter("peak", "time_ratio"))
+
+    def _least_within(self, time_ratio: float) -> Point:
+        """Returns the judged plan of the least peak that takes at most so much time."""
+        within = [point for point in self.proposals if point.time_ratio <= time_ratio]
+        judged = [self.judged(point) for point in (within or [self._baseline])[:LOWEST]]
+        quick = [point for point in judged if point.time_ratio <= time_ratio]
+        return min(quick or [self.baseline], key=attrgetter("peak", "time_ratio"))
+
+    def simulated(self, point: Point) -> Point:
+        """Returns the same plan with its costs by the steps."""
+        return self._point(point.plan, point.name, point.offloads)
+
+    def judged(self, point: Point, sides: Sides = ()) -> Point:
+        """Returns the same plan with what a dry step by it takes.
+
+        Where no dry step tells, with its costs by the steps and the error that these had before.
+        """
+        step = self.judgement(self.of_model(point).plan, frozenset(point.offloads), sides)
+        expected = self.simulated(point)
+        if step is None:
+            return replace(expected, peak=expected.peak + sum(self._errors[-1:]))
+        # a dry step makes the state of cuDNN's dropout, which others find and a segment copies
+        copied = self._dropout_state if point.plan.depth() else 0
+        peak = self._peak(step.peak + copied, step.held)
+        self._errors.append(peak - expected.peak)
+        return replace(expected, peak=peak)
+
+    @computed_once
+    def _dropout_state(self) -> int:
+        """The bytes of the state that cuDNN's recurrent networks draw their dropout by."""
+        operators = {spec.operator for spec in self.outline.specs if spec is not None}
+        has_one = str(DROPOUT_STATE) in operators
+        return self.rounding(dropout_state_bytes(self.model_device)) if has_one else 0
+
+    @computed_once
+    def _errors(self) -> list[int]:
+        """By how much judged peaks were above those by the costs of the steps."""
+        return []
+
+    def judgement(
+        self, plan: Plan, offloads: frozenset[int] = frozenset(), sides: Sides = ()
+    ) -> StepBytes | None:
+        """Returns what a dry step by a plan of the model takes, at most; None if none tells."""
+        steps = [self._dry_step(plan, offloads, side) for side in sides or self.sides]
+        known = [step for step in steps if step is not None]
+        return max(known, key=attrgetter("peak"), default=None)
+
+    def _dry_step(
+        self, plan: Plan, offloads: frozenset[int], leaves_autocast: bool
+    ) -> StepBytes | None:
+        outline, key = self.outline, (plan, offloads, leaves_autocast)
+        if outline.dry_step is None:
             return None
-        cuts = outline.cuts[: self.steps]
-        log = outline.dry_step(DryStep(plan, cuts, offloads, self.holds_outputs))
-        return None if isinstance(log, FailedCall) else self.bytes_of_log(log)
+        if key not in self._judgements:
+            cuts = outline.cuts[: self.steps]
+            request = DryStep(plan, cuts, offloads, self.holds_outputs, leaves_autocast)
+            log = outline.dry_step(request)
+            failed = isinstance(log, FailedCall)
+            self._judgements[key] = None if failed else self.bytes_of_log(log)
+        return self._judgements[key]
+
+    @computed_once
+    def _judgements(self) -> dict[tuple[Plan, frozenset[int], bool], StepBytes | None]:
+        """What the dry steps by plans of the model take."""
+        return {}
 
     def bytes_of_log(self, log: Sequence[Row]) -> StepBytes:
         """Returns what a dry step takes, from its log."""
@@ -350,14 +449,20 @@ class StepPlanner:
         gradients = Gradients(self.profile.gradient_bytes, updates, self.accumulates)
         return bytes_of_step(log, self.rounding, rates, gradients)
 
-    def plans_with_room(self, budget: int) -> list[RoomyPlan]:
-        """Returns the plans for a budget in bytes and for larger inputs, the fastest first.
+    def plans_with_room(self, chosen: Point, budget: int | None) -> list[RoomyPlan]:
+        """Returns the plan that was chosen for bytes, and slower ones for larger inputs.
 
         Everything but parameters, buffers and the optimizer's state is taken to grow with the
-        inputs.
+        inputs. Where the budget grows with them, too, it is None.
         """
+        if budget is None:
+            plan = self.of_model(chosen).plan
+            return [RoomyPlan(plan, offloads=frozenset(chosen.offloads))]
         still, plans = self.fixed.beside_activations - self.fixed.inputs, list[RoomyPlan]()
-        for point in reversed(self.points):
+        error = chosen.peak - self.simulated(chosen).peak
+        slower = (p for p in reversed(self.proposals) if p.time_ratio > chosen.time_ratio)
+        others = (replace(point, peak=point.peak + error) for point in slower)
+        for point in (chosen, *others):
             room = (budget - still) / (point.peak - still)
             if self.offload.host_budget is not None and point.offloaded:
                 room = min(room, self.offload.host_budget / point.offloaded)
@@ -377,7 +482,7 @@ class StepPlanner:
         )
 
     def _budget_error(self, budget: int) -> BudgetError:
-        least, baseline = self.points[0].peak, self.points[-1].peak
+        least, baseline = self.lowest().peak, self.baseline.peak
         text = (
             f"a training step needs at least {exact_bytes(least)}; the budget is "
             f"{exact_bytes(budget)}; the baseline takes {exact_bytes(baseline)}. "
@@ -400,12 +505,13 @@ class StepPlanner:
         classic = {name: schemes.named(name, *steps) for name in schemes.NAMES}
         kept = {name: _loss_kept(plan, self.steps) for name, plan in classic.items()}
         named = (self._point(p, name, self.offload.of_plan(p)) for name, p in kept.items())
-        others = (point for point in named if self.offload.allows(point.offloaded))
+        allowed = [point for point in named if self.offload.allows(point.offloaded)]
+        others = map(self.judged, each("judged schemes", allowed))
         during = self._resident + least_possible(self.costs_with_gradients)
         return Frontier(
             tuple(map(self.of_model, (*best, *others))),
             self.of_model(replace(self.baseline, name="baseline")),
-            max(during, self._optimizer_peak),
+            max(during, self.fixed.optimizer_peak + self.costs.bytes_of(self.costs.held_until_end)),
             self.title,
             bool(self.kernels),
             self.made_for,
@@ -419,7 +525,7 @@ class StepPlanner:
         """
         plan.check(self.steps)
         whole = Plan([*plan, *range(self.steps, len(self.costs))])
-        return self._point(whole, offloads=offloads)
+        return self.judged(self._point(whole, offloads=offloads))
 
     def bytes_of(self, budget: Budget | None) -> int:
         """Returns a parsed budget in bytes."""
@@ -441,7 +547,28 @@ class StepPlanner:
 
     @computed_once
     def points(self) -> list[Point]:
-        """The best plans by rising peak and falling time."""
+        """The best of the judged plans by rising peak and falling time, as many as are shown."""
+        with shown(self.title):
+            return self._judged_best(self.proposals)
+
+    def _judged_best(self, proposals: Sequence[Point]) -> list[Point]:
+        found: list[Point] = []
+        try:
+            for point in each("judged plans", thinned(proposals, SHOWN)):
+                found.append(self.judged(point))
+        except KeyboardInterrupt:
+            if not found:
+                raise
+            raise self._interrupted(_best(found)[::-1]) from None
+        return _best(found)[::-1]
+
+    def _interrupted(self, best: Sequence[Point]) -> Interrupted:
+        text = f"interrupted; {len(best)} of the best plans of {self.title} were found"
+        return Interrupted(text, self.frontier(best))
+
+    @computed_once
+    def proposals(self) -> list[Point]:
+        """The best plans by the costs of the steps, by rising peak and falling time."""
         found: list[Point] = []
         with shown(self.title):
             try:
@@ -456,9 +583,8 @@ class StepPlanner:
                     found += self._without_offloading(error.found)
                 if not found:
                     raise
-                best = _best(found)[::-1]
-                text = f"interrupted; {len(best)} of the best plans of {self.title} were found"
-                raise Interrupted(text, self.frontier(best)) from None
+                best = self._judged_best(_best(found)[::-1])
+                raise self._interrupted(best) from None
         return _best(found)[::-1]
 
     def _without_offloading(self, simulated: Sequence[Any]) -> list[Point]:
@@ -514,7 +640,7 @@ class StepPlanner:
         nested = optimal_planner().frontier(self.costs, each=each)
         best = [_loss_kept(point.plan, self.steps) for point in nested]
         single = schemes.one_by_one(self.costs, self.steps)
-        chosen = dict.fromkeys([self.baseline.plan, *thinned(best, MOST), *thinned(single, MOST)])
+        chosen = dict.fromkeys([self._baseline.plan, *thinned(best, MOST), *thinned(single, MOST)])
         shallow = [plan for plan in chosen if plan.depth() <= DEEPEST]
         points = [*map(self._point, shallow)]
         if self.offload.is_on:
@@ -527,19 +653,23 @@ class StepPlanner:
     @computed_once
     def least(self) -> Point:
         """The plan of least peak, without offloading found without the other best ones."""
+        # with tiny activations the random states of a segment take more than it saves
+        return min(self.baseline, self.judged(self._smallest), key=attrgetter("peak"))
+
+    @computed_once
+    def _smallest(self) -> Point:
+        """The plan of least peak by the costs of the steps."""
         if self.offload.is_on:
             # what is offloaded decides which plan that is
-            return self.points[0]
-        point = self._point(
-            _loss_kept(optimal_planner().least(self.costs_with_gradients), self.steps)
-        )
-        # with tiny activations the random states of a segment take more than it saves
-        return min(self.baseline, point, key=lambda point: point.peak)
+            return self.proposals[0]
+        least = optimal_planner().least(self.costs_with_gradients)
+        return self._point(_loss_kept(least, self.steps))
 
     @computed_once
     def least_once(self) -> Point:
         """The plan of least peak that recomputes no step more than once, as `checkpoint=True`."""
-        return self._point(_loss_kept(least_memory(self.costs_with_gradients), self.steps))
+        plan = _loss_kept(least_memory(self.costs_with_gradients), self.steps)
+        return self.judged(self._point(plan))
 
     def _point(
         self,
@@ -551,7 +681,7 @@ class StepPlanner:
         result = result or self.simulate(plan, self.costs_with_gradients, offloads)
         seconds = sum(self.costs.seconds) + sum(self.costs.seconds_backward) or 1.0
         return Point(
-            self._peak(plan, result.peak, self.costs.bytes_of(self.costs.held_until_end)),
+            self._peak(result.peak, self.costs.bytes_of(self.costs.held_until_end)),
             1 + (result.recomputed_seconds + result.waited_seconds) / seconds,
             plan,
             name,
@@ -560,28 +690,25 @@ class StepPlanner:
             tuple(step for step, size in enumerate(result.on_host) if size),
         )
 
-    def _peak(self, plan: Plan, peak: int, held: int) -> int:
+    def _peak(self, peak: int, held: int) -> int:
         """Returns the peak of a whole step; `held` are bytes that the program holds at its end."""
-        draws = sum(self.costs.draws)
-        # random states that segments keep, and one that a replay restores: the same for all plans,
-        # as if each kernel that draws had its own segment
-        streams = KEPT_STREAM * draws + STREAM if draws and plan.depth() else 0
         # the loss and the gradient 1 that `backward` holds to its end: on CUDA a block each
         numbers = max(NUMBERS, 2 * self.rounding(1))
-        during = self._resident + peak + streams
+        during = self._resident + peak
         return max(during, self.fixed.optimizer_peak + held) + numbers
 
     def describe(self, point: Point, budget: int | None) -> PlanReport:
         """Returns the report of a point that was chosen for a budget in bytes, or for a time."""
         result = self.simulate(point.plan, self.costs, point.offloads)
+        step = self.judgement(self.of_model(point).plan, frozenset(point.offloads))
         return PlanReport(
             plan=self.of_model(point).plan,
             predicted_peak=point.peak,
             predicted_time_ratio=point.time_ratio,
-            predicted_activations=result.peak,
+            predicted_activations=result.peak if step is None else step.activations,
             budget=budget,
             baseline_peak=self.baseline.peak,
-            least_peak=self.points[0].peak,
+            least_peak=min(self.least.peak, point.peak),
             fixed=self.fixed,
             at_peak=self.at_peak(point),
             flops=sum(self.costs.flops),
@@ -606,28 +733,43 @@ class StepPlanner:
 
     def at_peak(self, point: Point) -> PeakBytes:
         """Splits the bytes of a plan's peak into categories."""
-        fixed, costs = self.fixed, self.costs_with_gradients
-        result = self.simulate(point.plan, costs, point.offloads)
-        kept = recomputed = between = 0
-        if self._optimizer_peak > self._resident + result.peak:
-            phase, gradients, work = "step of the optimizer", fixed.gradients, fixed.scratch
-            kept = self.costs.bytes_of(self.costs.held_until_end)
+        fixed, at = self.fixed, self.bytes_at_peak(point)
+        kept, recomputed, between, work = at.kept, at.recomputed, at.between, at.work
+        if fixed.optimizer_peak + at.held > self._resident + at.peak:
+            phase, gradients = "step of the optimizer", fixed.gradients
+            kept, recomputed, between, work = at.held, 0, 0, fixed.scratch
         else:
-            moment, left = result.moment, self.costs.parameter_gradients
-            phase = f"{moment.phase} of {(*self.outline.names, 'the loss')[moment.step]}"
-            gradients = 0 if moment.gradient_of is None else left[moment.gradient_of]
-            kept, recomputed, work = moment.kept, moment.recomputed, moment.work
-            between = moment.state + moment.gradient - gradients
-            gradients += fixed.gradients * self.accumulates
+            step = self.outline.step_of(at.operator)
+            phase = f"{at.phase} of {(*self.outline.names, 'the loss')[step]}"
+            gradients = at.gradients + fixed.gradients * self.accumulates
         same = fixed.parameters, fixed.buffers, fixed.inputs, fixed.optimizer
         parts = *same, gradients, kept, recomputed, between, work
         reserve = point.peak - sum(parts) - fixed.libraries
         return PeakBytes(phase, *parts, reserve, fixed.libraries)
 
-
-def _is_of_cudnn(spec: KernelSpec | None) -> bool:
-    """Returns whether a kernel is a network of cuDNN, whose reserve no dry step counts yet."""
-    return spec is not None and spec.operator.startswith("aten._cudnn_rnn")
+    def bytes_at_peak(self, point: Point) -> StepBytes:
+        """Returns what a step by a plan takes; by the costs of the steps if no dry step tells."""
+        step = self.judgement(self.of_model(point).plan, frozenset(point.offloads))
+        if step is not None:
+            return step
+        result = self.simulate(point.plan, self.costs_with_gradients, point.offloads)
+        moment, left = result.moment, self.costs.parameter_gradients
+        gradients = 0 if moment.gradient_of is None else left[moment.gradient_of]
+        return StepBytes(
+            phase=moment.phase,
+            operator=self.outline.cuts[moment.step],
+            kept=moment.kept,
+            recomputed=moment.recomputed,
+            gradients=gradients,
+            between=moment.state + moment.gradient - gradients,
+            work=moment.work,
+            held=self.costs.bytes_of(self.costs.held_until_end),
+            activations=self.simulate(point.plan, self.costs, point.offloads).peak,
+            seconds=result.recomputed_seconds,
+            flops=result.recomputed_flops,
+            returned=self.costs.bytes_of(self.costs.held_until_end - self.profile.remaining),
+            remaining=self.costs.bytes_of(self.profile.remaining),
+        )
 
 
 def _best(points: Iterable[Point]) -> list[Point]:

@@ -395,12 +395,18 @@ class Option:
             "'adamw' or another name, a class, or the optimizer itself"
         )
         try:
-            report = planner.report(self.memory_budget, self.max_overhead)
+            budget = planner.bytes_of(self.memory_budget) if self.max_overhead is None else None
+            # a plan for both sides of autocast, if one fits both, until it is known which it is
+            chosen = outside = planner.chosen(budget, self.max_overhead, planner.sides[:1])
+            fits_all = len(planner.sides) == 1
+            with contextlib.suppress(BudgetError):
+                chosen = planner.chosen(budget, self.max_overhead)
+                fits_all = True
         except BudgetError as error:
             if has_run:
                 what = "%s goes by the plan of the least peak, which breaks its budget: %s"
                 _log.warning(what, type(planner.model).__name__, error)
-                least = planner.of_model(planner.points[0])
+                least = planner.of_model(planner.lowest())
                 return [RoomyPlan(least.plan, offloads=frozenset(least.offloads))]
             if not is_assumed:
                 raise
@@ -411,14 +417,18 @@ class Option:
         _log.info(
             "%s: planned peak %s, x%.2f of the baseline, time x%.2f",
             planner.title,
-            format_bytes(report.predicted_peak),
-            report.predicted_peak / report.baseline_peak,
-            report.predicted_time_ratio,
+            format_bytes(chosen.peak),
+            chosen.peak / planner.baseline.peak,
+            chosen.time_ratio,
         )
         # a share of the baseline, and an overhead, grow with the inputs
-        if report.budget is None or isinstance(self.memory_budget, float):
-            return [RoomyPlan(report.plan, offloads=frozenset(report.offloads))]
-        return planner.plans_with_room(report.budget)
+        limit = None if isinstance(self.memory_budget, float) else budget
+        plans = list[RoomyPlan]()
+        for point in [chosen] if outside.plan == chosen.plan else [chosen, outside]:
+            leaves = point is not chosen or not fits_all
+            found = planner.plans_with_room(point, limit)
+            plans += (one._replace(leaves_autocast=leaves) for one in found)
+        return plans
 
 
 def _is_elsewhere(made_for: str, model: nn.Module) -> bool:
@@ -543,12 +553,12 @@ def _first_decided(request: str, decide: Callable[[], Sequence[RoomyPlan]]) -> S
         text = store.get(key)
     else:
         own_plans = "\n".join(
-            f"{room!r} {json.dumps(sorted(offloads), separators=(',', ':'))} {p.text()}"
-            for p, room, offloads in decide()
+            f"{room!r} {leaves:d} {json.dumps(sorted(offloads), separators=(',', ':'))} {p.text()}"
+            for p, room, offloads, leaves in decide()
         )
         text = store.compare_set(key, "", own_plans)
-    lines = (line.split(maxsplit=2) for line in text.decode().splitlines())
+    lines = (line.split(maxsplit=3) for line in text.decode().splitlines())
     return [
-        RoomyPlan(Plan.parse(plan), float(room), frozenset(json.loads(offloads)))
-        for room, offloads, plan in lines
+        RoomyPlan(Plan.parse(plan), float(room), frozenset(json.loads(offloads)), leaves == "1")
+        for room, leaves, offloads, plan in lines
     ]

@@ -83,7 +83,7 @@ class PeakBytes:
             which its backward, or that of its segment, begins.
         work: the peak of the current step: outputs, saved tensors, gradients and temporaries; in
             the optimizer's step its temporaries.
-        reserve: random states that recomputations swap, and a margin if there is one.
+        reserve: what torch holds beside the tensors of a program, such as the gradient of the loss.
         libraries: workspaces that libraries such as cuBLAS hold from the first step on.
     """
 

@@ -6,7 +6,8 @@ out. The largest comes first.
 
 from collections.abc import Iterator
 
-from zoo.planner.costs import FORWARD, simulate
+from zoo.planner.plan import indices
+from zoo.planner.step_events import KernelRun
 from zoo.policy.budget import StepPlanner
 from zoo.policy.plan_report import Point
 from zoo.units import format_bytes
@@ -36,8 +37,7 @@ def savings_of(planner: StepPlanner) -> tuple[str, ...]:
 
 def _parts(planner: StepPlanner, point: Point) -> Iterator[Part]:
     """Yields the bytes of each part at a plan's peak, with the sentence on it."""
-    costs = planner.costs_with_gradients
-    at, moment = planner.at_peak(point), simulate(point.plan, costs).moment
+    at, step = planner.at_peak(point), planner.bytes_at_peak(point)
     weights = at.parameters + at.buffers + at.optimizer + at.gradients
     frees = "" if planner.optimizer_in_backward else "zoo.optimizer_in_backward frees gradients, "
     yield (
@@ -47,8 +47,9 @@ def _parts(planner: StepPlanner, point: Point) -> Iterator[Part]:
     )
     if "optimizer" in at.moment:
         return
-    is_loss = moment.step == planner.steps
-    line = "" if is_loss else planner.outline.lines[moment.step]
+    number = planner.outline.step_of(step.operator)
+    is_loss = number == planner.steps
+    line = "" if is_loss else planner.outline.lines[number]
     where = f"{at.moment}{f' ({line})' if line else ''}"
     way_out = (
         "a loss in parts, as of zoo's language models, takes less"
@@ -56,44 +57,44 @@ def _parts(planner: StepPlanner, point: Point) -> Iterator[Part]:
         else "it is one step, with no place between to recompute from; parts that run one after "
         "the other, as of the batch, take less"
     )
-    yield at.work, f"{format_bytes(at.work)} are made by one kernel or module, {where}: {way_out}."
-    variables = costs.forward_only if moment.phase == FORWARD else ()
-    named = frozenset().union(*variables[moment.step : moment.step + 1])
-    # numbers behind those of the events are of the training step before
-    own = range(len(planner.profile.events.sizes))
-    earlier = frozenset(storage for storage in named if storage not in own)
-    there = costs.present[moment.step] if moment.phase == FORWARD else costs.held_until_end
-    remaining = costs.bytes_of(planner.profile.remaining & there | earlier)
+    work = at.work + at.between - step.unread
+    yield work, f"{format_bytes(work)} are made by one kernel or module, {where}: {way_out}."
     yield (
-        remaining,
-        f"{format_bytes(remaining)} are results that the model keeps after its forward, as in "
+        step.remaining,
+        f"{format_bytes(step.remaining)} are results that the model keeps after its forward, as in "
         "attributes: keep a number or a small copy in their place.",
     )
-    returned = costs.bytes_of(costs.held_until_end - planner.profile.remaining)
     yield (
-        returned,
-        f"{format_bytes(returned)} are what the model returns, held by the program's variables "
-        "until the backward is over: write loss(model(x)).backward(), and pass "
+        step.returned,
+        f"{format_bytes(step.returned)} are what the model returns, held by the program's "
+        "variables until the backward is over: write loss(model(x)).backward(), and pass "
         "holds_outputs=False.",
     )
-    held = costs.bytes_of(named - planner.profile.remaining - earlier)
     yield (
-        held,
-        f"{format_bytes(held)} are held by variables of the forward that no kernel reads any "
-        "more: `del` them where they end.",
+        step.unread,
+        f"{format_bytes(step.unread)} are held by variables of the forward that no kernel reads "
+        "any more: `del` them where they end.",
     )
-    done = costs.never_recomputed[: moment.step + 1]
-    unrepeatable = costs.bytes_of(frozenset().union(*done)) if point.plan.depth() else 0
+    unrepeatable = _unrepeatable(planner, point, number)
     yield (
         unrepeatable,
         f"{format_bytes(unrepeatable)} are results of kernels that may not repeat their own bits, "
         "or whose operators are not torch's own: they are kept.",
     )
-    others = remaining + returned + held + unrepeatable
-    if at.kept > others:
-        kept = at.kept - others
-        yield (
-            kept,
-            f"{format_bytes(kept)} are kept from the forward, for kernels to be recomputed from: "
-            "zoo.plan and zoo.frontier know plans that keep less and recompute more than once.",
-        )
+    kept = at.kept - step.remaining - step.returned - unrepeatable
+    yield (
+        kept,
+        f"{format_bytes(kept)} are kept from the forward, for kernels to be recomputed from: "
+        "zoo.plan and zoo.frontier know plans that keep less and recompute more than once.",
+    )
+
+
+def _unrepeatable(planner: StepPlanner, point: Point, last: int) -> int:
+    """Returns the bytes that segments up to a step keep, since no replay makes them again."""
+    segments = (item for item in point.plan if isinstance(item, tuple))
+    inside = {step for segment in segments for step in indices(segment) if step <= last}
+    events, kept = planner.profile.events, set[int]()
+    for operator, event in events.forward:
+        if isinstance(event, KernelRun) and planner.outline.step_of(operator) in inside:
+            kept |= event.keeps
+    return sum(events.sizes[storage] for storage in kept)

@@ -19,10 +19,11 @@ Nothing behind is called: no segment, no recomputation, no hook and no function 
 
 import heapq
 import itertools
+import operator
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,9 @@ from zoo._torch import interpreted_backward, sequence_number
 from zoo.engine.recompute import is_packing
 from zoo.profiling.fake_tensors import NumbersNeeded
 
+# the name of the node of a cast
+CAST = "ToCopyBackward0"
+
 
 class TracedGraph:
     """The nodes of the forward that this thread runs from here on.
@@ -40,7 +44,10 @@ class TracedGraph:
     Attributes:
         hooked: numbers of the nodes that were made while hooks of the program packed what autograd
             saves: to open such a tensor calls the program.
+        shares_casts: whether casts of a weight count as one, as where autocast has made them.
     """
+
+    shares_casts = False
 
     def __init__(self) -> None:
         # by thread the number of its first node: a device has a thread of its own for a backward
@@ -183,7 +190,10 @@ def _gradients_of(
     graph: TracedGraph | None,
     keeps_graph: bool,
 ) -> Iterator[LeafGradient]:
-    pending = _pending((root.grad_fn for root in roots if root.grad_fn is not None), graph)
+    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+    casts = _first_casts(nodes) if graph is not None and graph.shares_casts else {}
+    pending = _pending(nodes, graph, casts)
+    del nodes
     while roots:
         _start(roots.pop(), pending)
     order = itertools.count()
@@ -207,7 +217,7 @@ def _gradients_of(
         gradients = _zeros_instead(node) if is_skipped else _run(node, incoming)
         if is_copied:
             gradients = [None if part is None else part.clone() for part in gradients]
-        following = node.next_functions
+        following = _following(node, casts)
         fitted = [
             None if behind is None else pending[behind].fitted(gradient, number)
             for (behind, number), gradient in zip(following, gradients, strict=True)
@@ -248,7 +258,34 @@ def _start(root: Tensor, pending: dict[Node, _PendingNode]) -> None:
     pending[node].gradients[number] = torch.ones(shape, dtype=dtype, device=device)
 
 
-def _pending(roots: Iterable[Node], graph: TracedGraph | None) -> dict[Node, _PendingNode]:
+Edge = tuple[Node | None, int]
+
+
+def _following(node: Node, casts: Mapping[Node, Node]) -> list[Edge]:
+    """Returns the nodes that get a node's gradients, and the numbers of the outputs there."""
+    edges = node.next_functions
+    return [(behind and casts.get(behind, behind), number) for behind, number in edges]
+
+
+def _first_casts(roots: Iterable[Node]) -> dict[Node, Node]:
+    """Returns for each cast of a leaf the first of those to the same dtype."""
+    stack, seen = [*roots], set[Node]()
+    casts: defaultdict[tuple[int, torch.dtype], list[Node]] = defaultdict(list)
+    while stack:
+        if (node := stack.pop()) in seen:
+            continue
+        seen.add(node)
+        behind = [one for one, _ in node.next_functions if one is not None]
+        stack += behind
+        if node.name() == CAST and (leaf := _leaf_of(behind[0])) is not None:
+            casts[id(leaf), node._input_metadata[0].dtype].append(node)
+    same = (sorted(nodes, key=operator.methodcaller("_sequence_nr")) for nodes in casts.values())
+    return {node: first for first, *others in same for node in others}
+
+
+def _pending(
+    roots: Iterable[Node], graph: TracedGraph | None, casts: Mapping[Node, Node]
+) -> dict[Node, _PendingNode]:
     """Finds all nodes that run, and those in front; counts the edges that lead to each."""
     pending: dict[Node, _PendingNode] = {}
     stack: list[Node] = []
@@ -265,7 +302,7 @@ def _pending(roots: Iterable[Node], graph: TracedGraph | None) -> dict[Node, _Pe
     for root in roots:
         find(root)
     while stack:
-        for node, _ in stack.pop().next_functions:
+        for node, _ in _following(stack.pop(), casts):
             if node is not None:
                 find(node).missing += 1
     return pending

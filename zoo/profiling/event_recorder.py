@@ -12,7 +12,8 @@ import functools
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -26,19 +27,18 @@ from zoo._torch import (
     Operator,
     PyTree,
     active_fake_mode,
+    is_any_autocast_enabled,
     sequence_number,
 )
 from zoo.engine.dispatch_keys import kernel_of
-from zoo.engine.operator_effects import DETACH, effects_of, is_view, statistics_of, written_by
+from zoo.engine.operator_effects import DETACH, effects_of, is_view, written_by
 from zoo.engine.recorder import KernelMode
 from zoo.engine.saved_tensors import is_in_graph
 from zoo.engine.segments import Pack, Unpack
-from zoo.engine.storages import SMALL
 from zoo.engine.tensor_state import alive, detached
 from zoo.planner.step_events import (
     AT_END,
     Allocated,
-    Dropped,
     Event,
     Freed,
     Gradient,
@@ -51,7 +51,7 @@ from zoo.planner.step_events import (
 )
 from zoo.profiling.autograd_interpreter import TracedGraph, gradients_of
 from zoo.profiling.fake_results import LIFT, note_reserve
-from zoo.profiling.fake_tensors import QUESTIONS, NumbersNeeded, answer
+from zoo.profiling.fake_tensors import QUESTIONS, answer
 from zoo.profiling.kernel_costs import flop_formulas
 from zoo.profiling.tensor_spec import KernelSpec, TensorSpec, storages_of, tensors_in
 
@@ -81,6 +81,11 @@ def bytes_moved(tensor: Tensor) -> int:
     return sum(storage.nbytes() for storage in storages_of(tensor))
 
 
+def caches_casts() -> bool:
+    """Returns whether autocast holds casts of weights until the forward is over."""
+    return is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
+
+
 def is_cached(func: Operator, args: Args, result: PyTree) -> bool:
     """Returns whether autocast caches a result: a cast of what is trained, a weight or an input."""
     if func is not CONVERSION:
@@ -89,6 +94,13 @@ def is_cached(func: Operator, args: Args, result: PyTree) -> bool:
     is_trained = source.requires_grad and source.is_leaf and not source._is_view()
     is_lower = result.dtype is torch.get_autocast_dtype(source.device.type)
     return is_trained and is_lower and source.dtype is torch.float32
+
+
+def autocast_left(device: torch.device) -> AbstractContextManager[object]:
+    """Runs the block outside of the autocasts of a device."""
+    if not torch.is_autocast_enabled(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def roots_of(outputs: Sequence[Tensor], loss: Tensor | None) -> list[Tensor]:
@@ -138,13 +150,6 @@ def _returns_argument(operator: Operator) -> bool:
     return bool(aliases) and all(alias is not None and alias.is_write for alias in aliases)
 
 
-def _is_copied(tensor: Tensor) -> bool:
-    """Returns whether a segment copies a tensor that it reads and has not made."""
-    if tensor.requires_grad or tensor.is_nested:
-        return False
-    return tensor.numel() * tensor.itemsize <= SMALL
-
-
 class EventRecorder(KernelMode):
     """Records the training step that runs inside the `with` block, on the thread that makes this.
 
@@ -165,28 +170,22 @@ class EventRecorder(KernelMode):
         self, count: Callable[[], int], *, caches_casts: bool, hooks: Hooks | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # the engine holds tensors for its segments
-        self.events = StepEvents(has_lifetimes=hooks is None)
+        self.events = StepEvents()
         self._count, self._caches_casts, self._hooks = count, caches_casts, hooks
         self._graph = TracedGraph()
         self._model: nn.Module | None = None
-        # how many operators of the next forward were dispatched, while it runs
-        self._next_count: Callable[[], int] | None = None
         # the number and the spec of each different kernel call, by the spec's repr
         self._kernels: dict[str, tuple[int, KernelSpec | None]] = {}
         # numbers of storages by address
         self._numbers: dict[int, int] = {}
-        # of small storages of buffers and constants the numbers of the copies that segments make
-        self._copies: dict[int, int] = {}
         # storages that are held, so that no other one gets the address
         self._owned: list[UntypedStorage] = []
         # numbers of reserves, which cuDNN's networks keep for their backward
         self._reserves = frozenset[int]()
         # storages that were made and not written yet
         self._blank: set[int] = set()
-        # how many tensors the program holds in each storage, and references to them by their ids
-        self._holds: Counter[int] = Counter()
-        self._watched: dict[int, weakref.ref[Tensor]] = {}
+        # those of the forward that are alive, in a step that runs for its events alone
+        self._alive: dict[int, weakref.ref[UntypedStorage]] = {}
         # how many autograd nodes there were when each operator was dispatched
         self._nodes: list[int] = []
         self._saved: list[weakref.ref[SavedTensor]] = []
@@ -216,7 +215,7 @@ class EventRecorder(KernelMode):
                 self._leave_out(storage)
         for buffer in model.buffers():
             for storage in storages_of(buffer):
-                self._leave_out(storage, is_copied=True)
+                self._leave_out(storage)
         self.events.trained += [p.nbytes for p in model.parameters() if p.requires_grad]
 
     def note_inputs(self, tensors: Iterable[Tensor]) -> None:
@@ -237,7 +236,8 @@ class EventRecorder(KernelMode):
     @property
     def kernels(self) -> dict[str, int]:
         """The numbers of the different kernel calls, by the text of their specs."""
-        return {text: number for text, (number, _) in self._kernels.items()}
+        specs = reversed([*enumerate(self.specs)])
+        return {spec.text: number for number, spec in specs if spec is not None}
 
     @property
     def constants(self) -> list[UntypedStorage]:
@@ -246,24 +246,12 @@ class EventRecorder(KernelMode):
 
     def remaining(self) -> list[UntypedStorage]:
         """Returns the storages of the forward that the program holds, when the backward is over."""
-        held = self._held_of_forward()
-        tensors = alive([*self._watched.values()])
-        return [s for t in tensors for s in storages_of(t) if self._numbers_at([s]) & held]
+        held = self.events.remaining
+        return [s for s in alive([*self._alive.values()]) if self._numbers_at([s]) & held]
 
     def numbers_of(self, tensors: Iterable[Tensor]) -> frozenset[int]:
         """Returns the numbers of the storages of tensors, without those that are left out."""
         return self._numbers_at(storage for tensor in tensors for storage in storages_of(tensor))
-
-    def _copies_for(self, inputs: Iterable[Tensor], not_read: Sequence[Tensor]) -> frozenset[int]:
-        """Returns the numbers of what a segment copies for a kernel, unless it has made it."""
-        small = list(filter(_is_copied, inputs))
-        of_owned = {
-            self._copies.get(storage._cdata, LEFT_OUT)
-            for tensor in small
-            if not any(tensor is other for other in not_read)
-            for storage in storages_of(tensor)
-        }
-        return self.numbers_of(small) | of_owned - {LEFT_OUT}
 
     def _numbers_at(self, storages: Iterable[UntypedStorage]) -> frozenset[int]:
         numbers = {self._numbers.get(storage._cdata, LEFT_OUT) for storage in storages}
@@ -306,25 +294,10 @@ class EventRecorder(KernelMode):
         # not what only reference cycles hold: when it is freed depends on the collector
         if self._held_of_forward():
             gc.collect()
-        self.events.remaining = dict.fromkeys(self._held_of_forward(), 0)
-
-    @contextlib.contextmanager
-    def next_forward(self, count: Callable[[], int]) -> Iterator[None]:
-        """Notes what the forward in the block replaces of what remains of the recorded step.
-
-        `count` returns how many operators of that forward were dispatched so far. If it raises, all
-        that remains counts as replaced in the end.
-        """
-        self._next_count = count
-        try:
-            yield
-        except (Exception, NumbersNeeded):
-            self.events.remaining = dict.fromkeys(self.events.remaining, AT_END)
-        finally:
-            self._next_count = None
+        self.events.remaining = self._held_of_forward()
 
     def _held_of_forward(self) -> frozenset[int]:
-        held = {number for number in +self._holds if number < self._made_before}
+        held = self._numbers_at(alive([*self._alive.values()]))
         # one that has become a buffer is counted as what was the buffer before
         buffers = () if self._model is None else self._model.buffers()
         return frozenset(held - self.events.casts - self.events.inputs - self.numbers_of(buffers))
@@ -356,8 +329,6 @@ class EventRecorder(KernelMode):
         spec = KernelSpec.of(func, args, kwargs) if starts_kernel else None
         written = written_by(effects, args, kwargs)
         reads = self._numbers_at(storages)
-        not_read = (*written, *statistics_of(effects, args).values())
-        copies = self._copies_for(inputs, not_read) if starts_kernel else frozenset()
         result = kernel(*args, **kwargs)
         outputs = tensors_in(result)
         allocated = self._note_results(func, storages, outputs)
@@ -365,9 +336,6 @@ class EventRecorder(KernelMode):
             self._blank |= allocated
         if func is CUDNN:
             self._reserves |= self.numbers_of([result[3]])
-        for changed in (storage for tensor in written for storage in storages_of(tensor)):
-            if changed._cdata in self._copies:
-                self._number_copy(changed)
         writes = self.numbers_of(written)
         self._blank -= writes
         if self._caches_casts and is_cached(func, args, result):
@@ -378,7 +346,6 @@ class EventRecorder(KernelMode):
             return result
         number, _ = self._kernels.setdefault(repr(spec), (len(self._kernels), spec))
         count = flop_formulas().get(getattr(func, "_overloadpacket", None))
-        states = written if effects.dropping is not None else ()
         dtypes = (tensor.dtype for tensor in outputs if tensor.dtype.is_floating_point)
         self._note(
             KernelRun(
@@ -388,10 +355,7 @@ class EventRecorder(KernelMode):
                 itemsize=next(dtypes, torch.float32).itemsize,
                 reads=reads,
                 writes=writes,
-                copies=copies,
                 keeps=allocated | writes if effects.keeps_results(args, kwargs) else frozenset(),
-                state=sum(storage.nbytes() for state in states for storage in storages_of(state)),
-                draws=effects.seeded,
             )
         )
         return result
@@ -417,22 +381,15 @@ class EventRecorder(KernelMode):
         self.events.sizes.append(storage.nbytes())
         return number
 
-    def _leave_out(self, storage: UntypedStorage, *, is_copied: bool = False) -> None:
+    def _leave_out(self, storage: UntypedStorage) -> None:
         self._owned.append(storage)
         self._numbers[storage._cdata] = LEFT_OUT
-        if is_copied and storage.nbytes() <= SMALL:
-            self._number_copy(storage)
-
-    def _number_copy(self, storage: UntypedStorage) -> None:
-        """Gives the copies of a storage a number; after each write they are others."""
-        self._copies[storage._cdata] = len(self.events.sizes)
-        self.events.sizes.append(storage.nbytes())
 
     def _note_constants(self, storages: Iterable[UntypedStorage]) -> None:
         """Notes storages that neither the program made nor the model owns."""
         for storage in storages:
             if storage._cdata not in self._numbers:
-                self._leave_out(storage, is_copied=True)
+                self._leave_out(storage)
                 self.events.constants.append(storage.nbytes())
 
     def _note_results(
@@ -452,43 +409,24 @@ class EventRecorder(KernelMode):
                     continue
                 if is_left_out:
                     self._leave_out(storage)
-                    if (copy := self._copies.get(arguments[0]._cdata)) is not None:
-                        self._copies[storage._cdata] = copy
                     continue
                 number = self._add(storage)
                 weakref.finalize(storage, self._free, storage._cdata, number).atexit = False
+                if self._of_node is None and self._hooks is None:
+                    self._alive[storage._cdata] = weakref.ref(storage)
                 self._note(Allocated(number))
                 allocated.add(number)
             if self._of_node is None:
                 self._graph.note_result(tensor)
-                if self.events.has_lifetimes:
-                    self._watch(tensor)
         return frozenset(allocated)
 
     def _free(self, key: int, number: int) -> None:
         del self._numbers[key]
+        self._alive.pop(key, None)
         self._blank.discard(number)
         # a storage of the forward exists in the backward until autograd releases it
         if self._of_node is None or number >= self._made_before:
             self._note(Freed(number))
-
-    def _watch(self, tensor: Tensor) -> None:
-        """Notes when the program frees its last tensor of the same storage."""
-        key, numbers = id(tensor), self.numbers_of([tensor])
-        if key in self._watched or not numbers:
-            return
-        self._holds.update(numbers)
-
-        def let_go(_: object) -> None:
-            del self._watched[key]
-            self._holds.subtract(numbers)
-            for number in numbers:
-                if self._of_node is None and not self._holds[number]:
-                    self._note(Dropped(number))
-                elif self._next_count is not None and number in self.events.remaining:
-                    self.events.remaining[number] = self._next_count()
-
-        self._watched[key] = weakref.ref(tensor, let_go)
 
     def _pack(self, tensor: Tensor) -> SavedTensor | Tensor:
         # all that a higher-order operator compiles is one operator

@@ -46,6 +46,8 @@ if hasattr(os, "register_at_fork"):
 NO_FORK = "fork-based multiprocessing"
 # seconds without CPU time after which a child is taken to be blocked forever
 PATIENCE = 30
+# the most requests that are answered in a process which cannot be forked
+MOST_HERE = 2
 # packages that start processes and wait for them
 STARTING = ("subprocess", "multiprocessing", "concurrent")
 # modules that fake tensors need; each takes up to 0.2 s to import
@@ -101,18 +103,17 @@ def isolated_service(
     """Calls a function as `isolated` does; returns also what answers requests, there, by `serve`.
 
     Each request finds what the function has left there. Without a fork it finds what the one before
-    has left.
+    has left, and those after `MOST_HERE` are refused.
     """
     answer: T | FailedCall = FailedCall(NO_FORK)
-    here = functools.partial(_served_here, serve)
-    ask: Callable[[Any], Any] = here
+    ask: Callable[[Any], Any] = _ServedHere(serve)
     if can_fork():
         child = ForkedCall(lambda: _answer(function, True), serve)
         answer, ask = child.receive(), child.ask
         if serve is None or isinstance(answer, FailedCall):
             child.close()
     if isinstance(answer, FailedCall) and NO_FORK in answer.text:
-        ask = here
+        ask = _ServedHere(serve)
         with random_state_restored():
             answer = _answer(function, False)
     if isinstance(answer, FailedCall):
@@ -120,10 +121,18 @@ def isolated_service(
     return answer, ask
 
 
-def _served_here(serve: Callable[[Any], Any] | None, request: Any) -> Any:
-    assert serve is not None, "it is asked what it serves"
-    with random_state_restored():
-        return _answer_to(serve, request)
+class _ServedHere:
+    """Answers requests in this process, as few as `MOST_HERE`: what user code changes remains."""
+
+    def __init__(self, serve: Callable[[Any], Any] | None) -> None:
+        self.serve, self.left = serve, 0 if serve is None else MOST_HERE
+
+    def __call__(self, request: Any) -> Any:
+        if self.serve is None or not self.left:
+            return FailedCall("user code would run in this process once more")
+        self.left -= 1
+        with random_state_restored():
+            return _answer_to(self.serve, request)
 
 
 def _answer(function: Callable[[bool], T], is_forked: bool) -> T | FailedCall:

@@ -7,23 +7,31 @@ other, and what fails on fake tensors gives zeros.
 """
 
 import bisect
-import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 
-from zoo._torch import Args, Kwargs, Operator, PyTree, sequence_number
+from zoo._torch import (
+    Args,
+    DisableTorchDispatch,
+    Kwargs,
+    Operator,
+    PyTree,
+    active_fake_mode,
+    sequence_number,
+)
+from zoo.engine.devices import draws_of
 from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.operator_effects import effects_of, is_view
 from zoo.engine.recorder import KernelMode
 from zoo.engine.saved_tensors import Packed, pack, unpack
 from zoo.engine.segments import thread
 from zoo.engine.tensor_state import alive
-from zoo.planner.dry_step import ForwardEnd, Made, Ran, Row, There
+from zoo.planner.dry_step import ForwardEnd, Made, Ran, Returned, Row, There
 from zoo.planner.step_events import AT_END, Freed, Gradient
 from zoo.profiling.autograd_interpreter import TracedGraph, gradients_of
 from zoo.profiling.event_recorder import FREE, form_of
@@ -53,6 +61,7 @@ class StepLedger(KernelMode):
 
     Args:
         numbers: of the kernels of the trace, by the text of their specs.
+        shares_casts: as in `TracedGraph`.
 
     Attributes:
         rows: the log.
@@ -63,11 +72,12 @@ class StepLedger(KernelMode):
 
     operator: Callable[[], int]
 
-    def __init__(self, numbers: Mapping[str, int]) -> None:
+    def __init__(self, numbers: Mapping[str, int], *, shares_casts: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows: list[Row] = []
         self._kernels = numbers
         self._graph = TracedGraph()
+        self._graph.shares_casts = shares_casts
         # numbers of storages by address; those left out are held, so that no other gets the address
         self._storages: dict[int, int] = {}
         self._held: list[UntypedStorage] = []
@@ -79,6 +89,7 @@ class StepLedger(KernelMode):
         # the node that runs, and the operator that made it; None in the forward
         self._node, self._operator_of_node = 0, AT_END
         self._is_forward = True
+        self._attributes: list[object] = []
 
     def note_owned(
         self, model: nn.Module, inputs: Iterable[Tensor], others: Iterable[UntypedStorage]
@@ -99,8 +110,12 @@ class StepLedger(KernelMode):
     def note_earlier(self, storages: Iterable[UntypedStorage]) -> None:
         """Notes what the program holds of the training step before, until it is replaced."""
         for storage in storages:
-            if storage._cdata not in self._storages:
-                self._begin(storage)
+            self.note_storage(storage)
+
+    def note_storage(self, storage: UntypedStorage) -> None:
+        """Notes a storage unless it is known."""
+        if storage._cdata not in self._storages:
+            self._begin(storage)
 
     def remaining(self) -> list[UntypedStorage]:
         """Returns the storages of the step that the program holds now."""
@@ -115,12 +130,21 @@ class StepLedger(KernelMode):
         self.rows.append(Freed(number))
         self._begin(storage)
 
+    def note_state(self, state: Tensor) -> None:
+        """Notes a state of a random stream of the CPU, which is no tensor of the step."""
+        if state.is_cpu:
+            self._note_made([state])
+
     def hooks(self) -> saved_tensors_hooks:
         """Returns hooks for saved tensors around the engine's own."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def run_backward(self, roots: list[Tensor]) -> None:
-        """Runs the backward of the sum of these tensors; `roots` is emptied."""
+    def run_backward(self, roots: list[Tensor]) -> list[object]:
+        """Runs the backward of the sum of these tensors; `roots` is emptied.
+
+        Returns what the program holds as long as its loss, whose graph has it: attributes of each
+        `autograd.Function`.
+        """
         self._graph.end()
         self._is_forward = False
         self.rows.append(ForwardEnd())
@@ -131,9 +155,11 @@ class StepLedger(KernelMode):
                 # held, as the `grad` of the parameter would hold it
                 gradients.append(gradient)
                 if isinstance(leaf, nn.Parameter):
-                    numbers = {self._storages[s._cdata] for s in storages_of(gradient)}
-                    self.rows += (Gradient(n, form_of(leaf)) for n in numbers - {LEFT_OUT})
+                    numbers = self._numbers_of([gradient])
+                    self.rows += (Gradient(number, form_of(leaf)) for number in numbers)
         self._release(self._saved_by.pop(self._node, ()))
+        attributes, self._attributes = self._attributes, []
+        return attributes
 
     def __torch_dispatch__(
         self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
@@ -153,10 +179,13 @@ class StepLedger(KernelMode):
         starts_kernel = not (is_view(func) or func in FREE)
         # before it runs, since it may change its arguments in place
         spec = KernelSpec.of(func, args, kwargs) if starts_kernel else None
+        effects = effects_of(func)
         if thread.replaying:
             kernel = with_present_keys(func, args, kwargs)
         else:
-            kernel = kernel_of(func, effects_of(func), args, kwargs)
+            kernel = kernel_of(func, effects, args, kwargs)
+        if effects.seeded and active_fake_mode() is not None:
+            _draw(args, kwargs)
         result = kernel(*args, **kwargs)
         outputs = tensors_in(result)
         self._note_made(outputs)
@@ -165,15 +194,24 @@ class StepLedger(KernelMode):
                 self._graph.note_result(tensor)
         if starts_kernel:
             operator = len(self._nodes) - 1 if self._is_forward else self._operator_of_node
-            number = self._kernels.get(repr(spec), -1)
-            self.rows.append(Ran(number, operator, thread.replaying))
+            number = -1 if spec is None else self._kernels.get(spec.text, -1)
+            reads = self._numbers_of(inputs) if self._is_forward else ()
+            self.rows.append(Ran(number, operator, thread.replaying, reads))
         return result
+
+    def note_returned(self, tensors: Iterable[Tensor]) -> None:
+        """Notes what the program holds until the backward is over."""
+        self.rows += map(Returned, self._numbers_of(tensors))
+
+    def _numbers_of(self, tensors: Iterable[Tensor]) -> tuple[int, ...]:
+        """Returns the numbers of the storages of tensors, without those that are left out."""
+        numbers = {self._storages[s._cdata] for tensor in tensors for s in storages_of(tensor)}
+        return tuple(numbers - {LEFT_OUT})
 
     def _note_made(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             for storage in storages_of(tensor):
-                if storage._cdata not in self._storages:
-                    self._begin(storage)
+                self.note_storage(storage)
 
     def _begin(self, storage: UntypedStorage) -> None:
         self.rows.append(Made(self._number(storage), storage.nbytes(), thread.replaying))
@@ -211,6 +249,8 @@ class StepLedger(KernelMode):
         if late := self._saved_by.pop(before, None):
             self._saved_by.setdefault(self._node, []).extend(late)
         self._operator_of_node = bisect.bisect_right(self._nodes, self._node)
+        if hasattr(node, "__dict__"):
+            self._attributes += vars(node).values()
         return False
 
     def _on_end(self) -> None:
@@ -228,12 +268,9 @@ class StepLedger(KernelMode):
                 one.packed = None
 
 
-@contextlib.contextmanager
-def autocast_left(device: torch.device, *, is_left: bool) -> Iterator[None]:
-    """Runs the block outside of an autocast, whose cache of casts is freed then; or inside."""
-    if not is_left or not torch.is_autocast_enabled(device.type):
-        yield
-        return
-    torch.clear_autocast_cache()
-    with torch.autocast(device.type, enabled=False):
-        yield
+def _draw(args: Args, kwargs: Kwargs) -> None:
+    """Draws a number from the CPU's streams of a kernel, which draws none on fake tensors."""
+    for stream, _ in draws_of(args, kwargs) or ():
+        if isinstance(stream, torch.Generator) and stream.device.type == "cpu":
+            with DisableTorchDispatch():
+                torch.empty((), device="cpu").uniform_(generator=stream)

@@ -1,5 +1,6 @@
 """The costs of a traced model's steps, from its events and measured or estimated kernels."""
 
+import bisect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -60,6 +61,10 @@ class Outline:
     def __len__(self) -> int:
         return len(self.names)
 
+    def step_of(self, operator: int) -> int:
+        """Returns the number of the step that an operator belongs to; behind the last, the loss."""
+        return max(bisect.bisect_right(self.cuts, operator) - 1, 0)
+
     def without_loss(self) -> "Outline":
         """Returns the steps of the model alone."""
         if len(self.cuts) == len(self):
@@ -90,7 +95,7 @@ class Profile:
         self.device, self.specs = kernel_device(model), outline.specs
         self.gradient_bytes, self.constants = sum(self.events.trained), sum(self.events.constants)
         self.returned = self.events.outputs | self.events.ends
-        self.remaining = frozenset(self.events.remaining)
+        self.remaining = self.events.remaining
         self.is_trained = len(self.events.backward) > 1
 
     def kernels(self, *, timed: bool = True) -> list[KernelCosts | None]:

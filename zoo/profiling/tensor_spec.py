@@ -6,6 +6,7 @@ Equal tensors, fake or real, can be made from it; those that shared a storage sh
 import contextlib
 import dataclasses
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -160,6 +161,11 @@ class KernelSpec(NamedTuple):
         args = [_filled(value, tensors) for value in self.args]
         kwargs = {name: _filled(value, tensors) for name, value in self.kwargs}
         return operator, _with_dropout_state(operator, args), kwargs
+
+    @property
+    def text(self) -> str:
+        """Its text, wherever its tensors lie and whichever of them share memory."""
+        return re.sub(r" (offset|bytes|tensor|storage)=\d+,", "", repr(self))
 
     @property
     def sizes(self) -> tuple[int, ...]:

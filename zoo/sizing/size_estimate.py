@@ -71,7 +71,7 @@ def plan_policy(
         plan, offloads = Plan.keep_all(planner.steps), frozenset[int]()
         try:
             if option is not None:
-                plan, _, offloads = option.plan_for(planner, runs_kernels=False)
+                plan, _, offloads, _ = option.plan_for(planner, runs_kernels=False)
             return planner.of_model(planner.point(plan, offloads))
         except BudgetError as error:
             if option is None or not option.is_bounded:

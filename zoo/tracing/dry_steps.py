@@ -6,26 +6,29 @@ it, all that the engine does is in it.
 """
 
 import bisect
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from torch import UntypedStorage, nn
+from torch import Tensor, UntypedStorage, nn
 
-from zoo._torch import Operator, replaced
+from zoo._torch import Operator, PyTree, replaced
+from zoo.engine.devices import PackedState, RandomStream, SetAsideState
 from zoo.engine.host_memory import HostMemory
 from zoo.engine.kernel_segments import Conductor, PlannedBranch
 from zoo.engine.segments import thread
-from zoo.engine.storages import fake_copies
+from zoo.engine.storages import copies
 from zoo.engine.tensor_state import detached
 from zoo.errors import ZooError
-from zoo.invocation import Invocation
+from zoo.invocation import Invocation, kernel_device
 from zoo.loss import Loss
 from zoo.planner.dry_step import DryStep, Row
-from zoo.profiling.event_recorder import roots_of
-from zoo.profiling.step_ledger import StepLedger, autocast_left
+from zoo.profiling.cast_cache import CastCache
+from zoo.profiling.event_recorder import autocast_left, caches_casts, roots_of
+from zoo.profiling.step_ledger import StepLedger
 from zoo.profiling.tensor_spec import tensors_held_by
 from zoo.tracing.tracer import Graph
 
@@ -43,7 +46,7 @@ class DrySteps:
         graph: of the traced forward and its loss.
         dispatched, positions: as in `Tracer`. On fake tensors autograd regenerates written views by
             operators that real ones do not dispatch.
-        kernels: the numbers of the kernels of the trace, by the text of their specs.
+        kernels: the numbers of the kernels of the trace, as in `StepLedger`.
         running: the modes of a traced forward, and those of its backward.
         earlier: returns the storages that the program holds of the step before.
         constants: storages that the functions of the step hold, such as targets.
@@ -67,12 +70,51 @@ class DrySteps:
         """Runs a step and returns its log.
 
         Raises:
-            NotFollowedError: the forward calls other operators than the traced one, as where the
-                casts of weights cannot be forgotten that autocast has cached.
+            NotFollowedError: the forward calls other operators than the traced one.
         """
-        if self.is_forked:
-            # each training step enters autocast anew
-            torch.clear_autocast_cache()
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(self.running())
+            casts = None
+            if self.is_forked:
+                # each training step enters autocast anew
+                torch.clear_autocast_cache()
+            elif caches_casts():
+                # here autocast has the program's casts in its cache, and those of the trace
+                casts = entered.enter_context(CastCache().in_place_of_torchs())
+            ledger = StepLedger(self.kernels, shares_casts=casts is not None)
+            ledger.note_owned(self.model, self.invocation.tensors, self.constants)
+            ledger.note_earlier(self.earlier())
+            self.earlier = ledger.remaining
+            entered.enter_context(_resizing(ledger))
+            entered.enter_context(_keeping_states(ledger))
+            entered.enter_context(replaced(copies, "note", ledger.note_storage))
+            with ledger:
+                outputs = self._forward(step, ledger, casts or contextlib.nullcontext())
+                loss = self.loss(outputs)
+            tensors = tensors_held_by(outputs)
+            held = [*map(detached, tensors if step.holds_outputs else [])]
+            held += [] if loss is None else [detached(loss)]
+            ledger.note_returned(held)
+            roots = roots_of(tensors, loss)
+            # from here on only the graph holds them
+            del outputs, loss, tensors
+            entered.enter_context(self.in_backward())
+            if step.leaves_autocast:
+                if self.is_forked:
+                    torch.clear_autocast_cache()
+                elif casts is not None:
+                    casts.forget()
+                entered.enter_context(autocast_left(kernel_device(self.model)))
+            attributes = ledger.run_backward(roots)
+            # with what the program holds now
+            log, ledger.rows = ledger.rows, []
+            del held, attributes
+        return log
+
+    def _forward(
+        self, step: DryStep, ledger: StepLedger, inside: AbstractContextManager[object]
+    ) -> PyTree:
+        """Runs the forward by the plan; within it a mode may be `inside` of the engine's."""
         count = self.graph.model_operators
         end = self.positions[count] if count < len(self.positions) else len(self.dispatched)
         at = [*self.positions[:count], end]
@@ -84,38 +126,42 @@ class DrySteps:
             offloads=step.offloads,
             has_backward=self.graph.has_backward,
         )
-        ledger = StepLedger(self.kernels)
-        ledger.note_owned(self.model, self.invocation.tensors, self.constants)
-        ledger.note_earlier(self.earlier())
-        self.earlier = ledger.remaining
         host = HostMemory() if step.offloads else None
         conductor = Conductor([branch], ledger.hooks(), host)
         ledger.operator = functools.partial(_operator_of, conductor, at)
-        device = next((t.device for t in self.model.parameters()), torch.device("cpu"))
-        with self.running(), _resizing(ledger), replaced(fake_copies, "are_made", True):
-            with ledger:
-                outputs = conductor.run(lambda: self.invocation.on(self.model))
-                if conductor.lost:
-                    raise NotFollowedError("its forward calls other operators in its second step")
-                loss = self.loss(outputs)
-            tensors = tensors_held_by(outputs)
-            held = [*map(detached, tensors if step.holds_outputs else [])]
-            held += [] if loss is None else [detached(loss)]
-            roots = roots_of(tensors, loss)
-            # from here on only the graph holds them
-            del outputs, loss, tensors
-            with self.in_backward(), autocast_left(device, is_left=step.leaves_autocast):
-                ledger.run_backward(roots)
-            # with what the program holds now
-            log, ledger.rows = ledger.rows, []
-            del held
-        return log
+
+        def forward() -> PyTree:
+            with inside:
+                return self.invocation.on(self.model)
+
+        outputs = conductor.run(forward)
+        if conductor.lost:
+            raise NotFollowedError("its forward calls other operators in its second step")
+        return outputs
 
 
 def _operator_of(conductor: Conductor, positions: Sequence[int]) -> int:
     """Returns the number of the operator of a forward that runs; behind them that of the loss."""
     index = conductor.index - (thread.conductor is conductor)
     return max(bisect.bisect_right(positions, index) - 1, 0)
+
+
+@contextlib.contextmanager
+def _keeping_states(ledger: StepLedger) -> Iterator[None]:
+    """Has a ledger notice the states of random streams that the engine keeps."""
+    pack, set_aside = PackedState.__init__, SetAsideState.__init__
+
+    def packed(self: PackedState, state: Tensor, device: torch.device) -> None:
+        pack(self, state, device)
+        ledger.note_state(self.words)
+
+    def put_aside(self: SetAsideState, stream: RandomStream) -> None:
+        set_aside(self, stream)
+        if self.own is None:
+            ledger.note_state(self.state)
+
+    with replaced(PackedState, "__init__", packed), replaced(SetAsideState, "__init__", put_aside):
+        yield
 
 
 def _resizing(ledger: StepLedger) -> AbstractContextManager[object]:

@@ -27,7 +27,6 @@ from zoo._torch import (
     PyTree,
     active_fake_mode,
     disable_current_modes,
-    is_any_autocast_enabled,
     replaced,
 )
 from zoo.engine.devices import count_as_seeded
@@ -42,8 +41,9 @@ from zoo.loss import Loss, UnknownTargets, own_loss, with_loss_errors
 from zoo.models.model import Model
 from zoo.planner.dry_step import DryStep, Row
 from zoo.planner.step_events import StepEvents
+from zoo.profiling.cast_cache import autocasts_here
 from zoo.profiling.cudnn_recurrent import flattened
-from zoo.profiling.event_recorder import EventRecorder
+from zoo.profiling.event_recorder import EventRecorder, autocast_left, caches_casts
 from zoo.profiling.fake_tensors import (
     SMALL,
     FakeTensorFixes,
@@ -111,7 +111,7 @@ def step_trace_of(
 
     The inputs may be meta, fake or real tensors. Without `loss` the loss is the model's output of
     that name, if there is one. `blocks` are paths of modules whose calls are noted. If it
-    `is_judged`, dry steps may follow.
+    `is_judged`, dry steps may follow. Of an autocast around the model the backward is outside.
 
     Raises:
         ArgumentError: the model or the loss raises an error on these inputs, or reads values that
@@ -154,6 +154,7 @@ class RealStep:
 
     def __init__(self, model: nn.Module, invocation: Invocation) -> None:
         self.tracer, self.inputs = Tracer(model), invocation.tensors
+        self.device = kernel_device(model)
         self.event_recorder = EventRecorder(
             self.tracer.operators_so_far, caches_casts=caches_casts(), hooks=(pack, unpack)
         )
@@ -180,7 +181,7 @@ class RealStep:
         self.tracer.note_end_of_model()
         roots = self.event_recorder.note_ends(tensors_held_by(outputs), None)
         try:
-            with on_fakes():
+            with on_fakes(), autocast_left(self.device):
                 self.event_recorder.run_backward(roots)
         except Exception as error:
             # the real backward may have none
@@ -296,6 +297,7 @@ class _Forward:
         if size > LARGEST or not all(map(_has_data, owned)):
             raise NumbersNeeded
 
+        @functools.cache
         def real(tensor: Tensor) -> Tensor:
             has_data = _has_data(tensor)
             value = tensor.detach().clone() if has_data else self._spec(tensor).empty().zero_()
@@ -339,20 +341,14 @@ class _Forward:
                 outputs.close()
             # from here on only the graph holds them
             del outputs, loss
-            with on_fakes() if fixes is None else fixes.questions_allowed():
+            with (
+                on_fakes() if fixes is None else fixes.questions_allowed(),
+                autocast_left(self.device),
+            ):
                 event_recorder.run_backward(roots)
             if self.kept is not None:
                 steps = self._dry_steps(model, invocation, tracer, event_recorder, fixes)
                 self.kept[:] = [steps]
-            if event_recorder.events.remaining:
-                again = Tracer(model)
-                with (
-                    contextlib.nullcontext() if fixes is None else fixes.questions_allowed(),
-                    event_recorder.next_forward(again.operators_so_far),
-                    replaced(thread, "conductor", again),
-                    again,
-                ):
-                    invocation.on(model)
         return StepTrace(tracer.graph, event_recorder.events, event_recorder.specs, has_loss)
 
     def _dry_steps(
@@ -363,13 +359,13 @@ class _Forward:
         event_recorder: EventRecorder,
         fixes: FakeTensorFixes | None,
     ) -> DrySteps:
-        may_compile = self.may_compile
+        may_compile, autocasts = self.may_compile, autocasts_here()
 
         @contextlib.contextmanager
         def running() -> Iterator[None]:
             modes = () if fixes is None else (fixes.mode, fixes, fixes.constants_readable())
             with contextlib.ExitStack() as stack:
-                for mode in (*modes, _running(model, fixes, may_compile)):
+                for mode in (*autocasts(), *modes, _running(model, fixes, may_compile)):
                     stack.enter_context(mode)
                 yield
 
@@ -473,11 +469,6 @@ def on_fakes() -> Iterator[None]:
     mode = active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
     with disable_current_modes(), mode, FakeTensorFixes(mode):
         yield
-
-
-def caches_casts() -> bool:
-    """Returns whether autocast holds casts of weights until the forward is over."""
-    return is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
 
 
 def _has_data(tensor: Tensor) -> bool:

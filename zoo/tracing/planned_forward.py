@@ -63,8 +63,9 @@ from zoo.invocation import InputSpec, Invocation, needs_gradients
 from zoo.models.model import Model
 from zoo.planner.plan import RoomyPlan
 from zoo.planner.schemes import SegmentsError
-from zoo.policy.budget import StepPlanner
+from zoo.policy.budget import EITHER, INSIDE, OUTSIDE, Sides, StepPlanner
 from zoo.policy.options import Option
+from zoo.profiling.event_recorder import caches_casts
 from zoo.profiling.isolation import PLANNING
 from zoo.profiling.progress import shown
 from zoo.profiling.step_profile import Outline
@@ -225,6 +226,11 @@ class PatchedForward(Patch):
         self.has_run = False
         # whether gradients came from neither parameters nor arguments
         self.has_hidden_gradients = False
+        # whether backwards run outside of an autocast that is around the forward; None before one
+        # has run
+        self.leaves_autocast: bool | None = None
+        # whether the plan fits both
+        self.fits_autocast = True
 
     def __getstate__(self) -> dict[str, object]:
         fresh = {"cache": PlanCache(), "latest": None, "traced": None, "has_run": False}
@@ -292,9 +298,35 @@ class PatchedForward(Patch):
             return outputs
         outputs = self._run_planned(invocation, forward, is_copy)
         self.has_run = True
+        if self.leaves_autocast is None and self.option.is_bounded and caches_casts():
+            self._watch_autocast(outputs)
         if not self.option.step.holds_outputs:
             self._watch(outputs)
         return outputs
+
+    def _watch_autocast(self, outputs: PyTree) -> None:
+        """Has the backward tell whether it runs inside of an autocast, which holds casts then."""
+        nodes = [output.grad_fn for output in tensors_held_by(outputs)]
+        for node in filter(None, nodes):
+            node.register_prehook(self._note_autocast)
+
+    def _note_autocast(self, _: object) -> None:
+        if self.leaves_autocast is not None:
+            return
+        self.leaves_autocast = not caches_casts()
+        for kind in [*self.cache.kinds.values()]:
+            if self.leaves_autocast and kind.outside:
+                kind.branches = kind.outside
+            kind.outside = []
+        if not self.leaves_autocast and not self.fits_autocast:
+            # planned for again, with what the backward holds
+            self.cache = PlanCache()
+            self.notices.warn(
+                "autocast",
+                "the backward of %s runs inside of autocast, which holds its casts of weights "
+                "meanwhile: this step may take more than its budget by their bytes, and the next "
+                "ones are planned for anew. Leave the autocast before loss.backward()",
+            )
 
     def _watch(self, outputs: PyTree) -> None:
         """Makes the backward warn of outputs that variables hold, which the plan counts as freed.
@@ -421,7 +453,9 @@ class PatchedForward(Patch):
 
     def _trace_ahead(self, invocation: Invocation) -> StepTrace:
         with PLANNING:
-            return without_modes(step_trace_of, self.module(), invocation, self.option.step.loss)
+            loss, is_judged = self.option.step.loss, self.option.is_bounded
+            trace = functools.partial(step_trace_of, is_judged=is_judged)
+            return without_modes(trace, self.module(), invocation, loss)
 
     def _plan_traced(self, invocation: Invocation, spec: InputSpec, trace: StepTrace) -> None:
         operators = [*map(resolved, trace.graph.operators[: trace.graph.model_operators])]
@@ -554,9 +588,13 @@ class PatchedForward(Patch):
         has_backward = graph.has_backward
         branches = [
             PlannedBranch(operators, cuts, plan, graph.visits, sizes, room, offloads, has_backward)
-            for plan, room, offloads in plans
+            for plan, room, offloads, _ in plans
         ]
-        kind.spec, kind.branches = spec, [*kind.branches, *reversed(branches)]
+        pairs = [*zip(branches, plans, strict=True)]
+        fitting = [branch for branch, plan in pairs if not plan.leaves_autocast]
+        self.fits_autocast = bool(fitting)
+        new, kind.outside = fitting or branches, [b for b in branches[::-1] if b not in fitting]
+        kind.spec, kind.branches = spec, [*kind.branches, *reversed(new)]
         self.latest = branches[0]
 
     @torch.enable_grad()
@@ -565,7 +603,10 @@ class PatchedForward(Patch):
     ) -> tuple[Outline, Sequence[RoomyPlan]]:
         module = self.module()
         outline = partition(module, trace, paths_of(module, self.patterns))
-        step = StepPlanner(module, outline, invocation.tensors)
+        sides: Sides = OUTSIDE
+        if self.leaves_autocast is not True and caches_casts():
+            sides = EITHER if self.leaves_autocast is None else INSIDE
+        step = StepPlanner(module, outline, invocation.tensors, sides=sides)
         return outline, self.option.plans_for(step, has_run=self.has_run)
 
 
