@@ -112,7 +112,7 @@ def few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     if importlib.util.find_spec("numpy") is None:
         return
-    monkeypatch.setattr("zoo.policy.budget.MOST", 3)
+    monkeypatch.setattr("zoo.policy.proposals.MOST", 3)
     monkeypatch.setattr("zoo.policy.budget.SHOWN", 4)
     monkeypatch.setattr("zoo.planner.optimal.VALUES", 0)
     monkeypatch.setattr("zoo.planner.optimal._count_of_plans", lambda steps: 40)

@@ -288,11 +288,11 @@ def one_plan() -> None:
     rank, world = distributed.get_rank(), distributed.get_world_size()
 
     def decide(*given: Any) -> list[RoomyPlan]:
-        count = len(given[1].outline)
+        count = given[1].step.steps
         return [RoomyPlan(zoo.Plan([tuple(range(rank + 1)), *range(rank + 1, count)]))]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zoo.policy.options.Option._within_budget", decide)
+        patch.setattr("zoo.policy.decision._budget_plans", decide)
         model = zoo.checkpoint(Net(), "auto", memory_budget="1GiB")
         model(images()).sum().backward()
         plans: list[Any] = [None] * world

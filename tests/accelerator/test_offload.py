@@ -117,9 +117,9 @@ def test_a_plan_takes_the_bytes_that_were_predicted(name: str, items: tuple[int,
         host = getattr(patched_forward(model), "host", None)
         return peak, 0 if host is None else host.peak
 
-    kept = simulate(plan, planner.costs_with_gradients)
-    costs, chosen = planner.costs_with_gradients, items or segments_of(plan)
-    offloaded = simulate(plan, costs, offloads=chosen, steps=planner.steps)
+    kept = simulate(plan, planner.step.costs_with_gradients)
+    costs, chosen = planner.step.costs_with_gradients, items or segments_of(plan)
+    offloaded = simulate(plan, costs, offloads=chosen, steps=planner.step.steps)
     before, after = taken(False), taken(items or True)
     assert after[1] == offloaded.offloaded > 0
     assert before[0] - after[0] == kept.peak - offloaded.peak > 0

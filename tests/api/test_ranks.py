@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("without_fork")
 @pytest.fixture(autouse=True)
 def _two_plans(few_plans: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each kind, for each of which a step is tracked."""
-    monkeypatch.setattr("zoo.policy.budget.MOST", 2)
+    monkeypatch.setattr("zoo.policy.proposals.MOST", 2)
 
 
 # bytes of the gradients of a block of `Net(16)`
@@ -73,7 +73,7 @@ plan = functools.partial(zoo.plan_rank, world_size=4)
 def test_a_tracked_step_takes_so_much_less_where_it_is_offloaded(fake):
     model, x = nn.Sequential(*(Block() for _ in range(5)), nn.Linear(64, 8)), torch.rand(2048, 64)
     plan = zoo.Plan.parse(PLANS["kept steps between"])
-    costs = planner_for(model, x, measured=False).costs_with_gradients
+    costs = planner_for(model, x, measured=False).step.costs_with_gradients
     kept, offloaded = (simulate(plan, costs, offloads=items) for items in ((), segments_of(plan)))
     step = CopiedStep(model, Invocation.of(x), torch.optim.SGD, mean_of, fake=fake)
     less = step.track(plan).tensor_peak - step.track(plan, True).tensor_peak
@@ -151,7 +151,7 @@ def shard_each(model: nn.Module) -> None:
 
 
 def test_the_best_plans_of_one_process_are_not_the_only_ones(monkeypatch):
-    monkeypatch.setattr("zoo.policy.budget.MOST", 3)
+    monkeypatch.setattr("zoo.policy.proposals.MOST", 3)
     # its gradients and optimizer's state leave nothing to save, and a rank's are small
     blocks = (nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)) for _ in range(4))
     model = nn.Sequential(*(Residual(block) for block in blocks))

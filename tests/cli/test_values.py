@@ -8,8 +8,7 @@ from tests.policy.test_plan_report import report
 from zoo.cli import values
 from zoo.cli.values import RandomInput
 from zoo.errors import ArgumentError, PlanError
-from zoo.policy.budget import parse_budget
-from zoo.policy.options import parse_checkpoint
+from zoo.policy.goal import parse_budget, parse_checkpoint
 
 
 @pytest.mark.parametrize(

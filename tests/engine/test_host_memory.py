@@ -209,7 +209,7 @@ def test_a_storage_in_several_slabs_comes_back_whole(monkeypatch: pytest.MonkeyP
 def test_what_the_host_has_no_room_for_stays_on_the_device_and_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("zoo.policy.budget.Offload.check", lambda *_: None)
+    monkeypatch.setattr("zoo.policy.goal.Offload.check", lambda *_: None)
     model = assert_exact_by(usual, host_budget=2 * STATE)
     assert host_of(model).peak == host_of(model).allocated == 2 * STATE
     assert host_of(model).is_full

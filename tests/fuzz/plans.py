@@ -6,15 +6,13 @@ fitted   ((0-1, 2-6), 7-9)
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
-from torch import nn
 
 from tests.planner.test_plan import plans
 from zoo.planner.plan import Item, Plan, RoomyPlan, first_step
-from zoo.policy.options import Option
+from zoo.policy.decision import TracedStep
 from zoo.tracing.planned_forward import PatchedForward
 
 
@@ -56,22 +54,13 @@ def offloaded_of(plan: Plan) -> frozenset[int]:
     return frozenset(items) - frozenset(items[2::3])
 
 
-@dataclass(frozen=True)
-class Stretched(Option):
-    """An option that fits a drawn plan to the steps that the first training step shows.
+class Stretched(PatchedForward):
+    """A forward by a drawn plan, fitted to the steps that the first training step shows.
 
-    `zoo.checkpoint` takes no such option: it asks for a plan of the user's ahead.
+    `zoo.checkpoint` does not take one: it asks for a plan of the user's ahead.
     """
 
-    checkpoint: Any
-    made: list[Plan] = field(default_factory=list, compare=False)
-
-    def plans_for(self, planner: Any, **_: Any) -> list[RoomyPlan]:
-        """Returns the plan for the steps of a model."""
-        plan = stretched_plan(self.checkpoint, len(planner.outline))
-        self.made.append(plan)
-        return [RoomyPlan(plan, offloads=offloaded_of(plan) if self.offload.is_on else frozenset())]
-
-    def put_in_force(self, model: nn.Module) -> None:
-        """Patches the model, whose first training step is traced."""
-        PatchedForward(model, self, None).install()
+    def _plans(self, traced: TracedStep) -> list[RoomyPlan]:
+        plan = stretched_plan(self.goal.choice, len(traced.outline))
+        offloads = offloaded_of(plan) if self.goal.offload.is_on else frozenset()
+        return [RoomyPlan(plan, offloads=offloads)]

@@ -71,7 +71,8 @@ from zoo.engine.segments import thread
 from zoo.layers.drop_path import DropPath
 from zoo.planner import costs
 from zoo.planner.plan import Item, Plan
-from zoo.policy.budget import Offload
+from zoo.policy.goal import Goal, Offload
+from zoo.policy.training_step import TrainingStep
 
 STEPS = 3
 # a fraction is an overhead, and DRAWN the plan of the description for the steps that are found
@@ -534,7 +535,8 @@ def _forward_by(description: Program, model: Model) -> Callable[[nn.Module, Tens
         zoo.checkpoint(model, max_overhead=description.option, offload=offload)
     elif description.way == "checkpoint" and description.option == DRAWN:
         shape = Shape(description.plan, description.cuts)
-        Stretched(shape, offload=Offload(offload)).put_in_force(model)
+        goal = Goal(shape, offload=Offload(offload))
+        Stretched(model, goal, TrainingStep()).install()
     elif description.way == "checkpoint":
         zoo.checkpoint(model, description.option, offload=offload)
     return Cut(description) if description.way == "cuts" else _plainly

@@ -204,9 +204,10 @@ def test_the_plan_of_checkpoint_true_is_among_the_candidates() -> None:
     """Its long segments begin where those of the table do not, here in the last 100 steps."""
     model = nn.Transformer(32, 2, 3, 3, 64, batch_first=True)
     found = planner_for(model, (torch.rand(2, 20, 32), torch.rand(2, 16, 32)), device="a100")
-    peak = simulate(least_memory(found.costs_with_gradients), found.costs_with_gradients).peak
-    assert frontier(found.costs_with_gradients)[0].peak <= peak
-    assert simulate(least(found.costs_with_gradients), found.costs_with_gradients).peak <= peak
+    costs = found.step.costs_with_gradients
+    peak = simulate(least_memory(costs), costs).peak
+    assert frontier(costs)[0].peak <= peak
+    assert simulate(least(costs), costs).peak <= peak
 
 
 def test_a_table_goes_with_its_last_name() -> None:

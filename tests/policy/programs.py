@@ -78,9 +78,9 @@ class Program:
                 measured=False,
                 **self.options,
             )
-            kernels = planner.profile.kernels(timed=False)
+            kernels = planner.step.profile.kernels(timed=False)
         same = [None if cost is None else cost._replace(seconds=1e-3) for cost in kernels]
-        return planner.with_kernels(same)
+        return StepPlanner(planner.step.with_kernels(same), planner.offload)
 
     @functools.cached_property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -107,7 +107,7 @@ class Program:
 
     def predicted(self, plan: Plan) -> int:
         """Returns the bytes of a step's peak by a plan of the model, from a dry step."""
-        assert self.planner.judgement(plan) is not None
+        assert self.planner.judge.judgement(plan) is not None
         return self.planner.point(plan).peak
 
     def taken(self, plan: Plan) -> int:
@@ -615,6 +615,14 @@ LIBRARIES: dict[str, Callable[[], Program]] = {
         "torchvision.models.shufflenetv2", "ShuffleNetV2", 8, 64, num_classes=10,
         stages_repeats=[1, 2, 1], stages_out_channels=[16, 32, 64, 128, 128],
     ),
+    "torchvision densenet": from_class(
+        "torchvision.models.densenet", "DenseNet", 8, 64, growth_rate=8, block_config=(2, 2),
+        num_init_features=16, num_classes=10,
+    ),
+    "torchvision vit": from_class(
+        "torchvision.models.vision_transformer", "VisionTransformer", 8, 64, image_size=64,
+        patch_size=8, num_layers=2, num_heads=4, hidden_dim=96, mlp_dim=192, num_classes=10,
+    ),
     "timm vit": from_timm(
         "vit_tiny_patch16_224", 8, 64, img_size=64, depth=3, embed_dim=96, patch_size=8
     ),
@@ -632,6 +640,13 @@ LIBRARIES: dict[str, Callable[[], Program]] = {
     "timm resnetv2": from_class(
         "timm.models.resnetv2", "ResNetV2", 8, 64, layers=[1, 1, 1], channels=(128, 128, 128),
         num_classes=10, stem_chs=64,
+    ),
+    "timm poolformer": from_class(
+        "timm.models.metaformer", "MetaFormer", 8, 64, depths=(1, 1, 1, 1), dims=(16, 32, 48, 64),
+        num_classes=10,
+    ),
+    "timm deit3": from_timm(
+        "deit3_small_patch16_224", 8, 64, img_size=64, depth=2, embed_dim=96, drop_path_rate=0.1
     ),
     "transformers gpt2": from_transformers(
         "GPT2LMHeadModel", "GPT2Config", n_embd=64, n_layer=2, n_head=4, bos_token_id=0,
@@ -653,9 +668,26 @@ LIBRARIES: dict[str, Callable[[], Program]] = {
     "transformers distilbert": from_transformers(
         "DistilBertForMaskedLM", "DistilBertConfig", dim=64, n_layers=2, n_heads=4, hidden_dim=128
     ),
+    "transformers qwen2": from_transformers(
+        "Qwen2ForCausalLM", "Qwen2Config", **ENCODER, **HEADS, num_key_value_heads=2
+    ),
+    "transformers opt": from_transformers(
+        "OPTForCausalLM", "OPTConfig", hidden_size=64, num_hidden_layers=2, ffn_dim=128, **HEADS,
+        max_position_embeddings=128, word_embed_proj_dim=64,
+    ),
+    "transformers gpt-neox": from_transformers(
+        "GPTNeoXForCausalLM", "GPTNeoXConfig", **ENCODER, **HEADS
+    ),
+    "transformers electra": from_transformers(
+        "ElectraForMaskedLM", "ElectraConfig", embedding_size=64, **ENCODER, **HEADS
+    ),
     "monai unet": from_monai(
         "UNet", spatial_dims=3, in_channels=1, out_channels=2, channels=(8, 16, 32),
         strides=(2, 2), num_res_units=1, dropout=0.1,
+    ),
+    "monai attention unet": from_monai(
+        "AttentionUnet", spatial_dims=3, in_channels=1, out_channels=2, channels=(8, 16),
+        strides=(2,),
     ),
     "monai segresnet": from_monai(
         "SegResNet", init_filters=8, blocks_down=(1, 1), blocks_up=(1,), in_channels=1
@@ -700,14 +732,14 @@ def traced_once() -> Iterator[None]:
 
 def plans_of(planner: StepPlanner) -> dict[str, Plan]:
     """Returns the plans that are compared of each program."""
-    proposals = planner.proposals
+    proposals = planner.proposals.best
     points = {
         "baseline": planner.baseline,
         "between": proposals[len(proposals) // 2],
         "least once": planner.least_once,
         "least": planner.least,
     }
-    return {name: planner.of_model(point).plan for name, point in points.items()}
+    return {name: planner.step.of_model(point).plan for name, point in points.items()}
 
 
 def main(names: Iterable[str]) -> None:

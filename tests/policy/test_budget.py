@@ -31,12 +31,13 @@ from zoo.models.preactivation_resnet import PreactivationResNet
 from zoo.models.resnet import ResNet, basic
 from zoo.planner.costs import simulate
 from zoo.planner.plan import Plan
-from zoo.policy.budget import StepPlanner, parse_budget, parse_overhead
+from zoo.policy.budget import StepPlanner
+from zoo.policy.goal import parse_budget, parse_overhead
 from zoo.policy.plan_report import FixedBytes, PlanReport
 from zoo.profiling.caching_allocator import BLOCK, rounded_up
 from zoo.profiling.kernel_costs import KernelCosts
 from zoo.profiling.peak_memory import measure_step, resident_bytes, trace
-from zoo.tracing.planned_forward import option_of
+from zoo.tracing.planned_forward import goal_of
 
 pytestmark = pytest.mark.usefixtures("without_fork", "few_plans")
 
@@ -112,7 +113,7 @@ def test_a_larger_budget_is_never_slower_and_each_is_kept_on_paper(family: str) 
     reports = [found.report(budget, None) for budget in budgets]
     for budget, report in zip(budgets, reports, strict=True):
         assert report.predicted_peak <= budget
-        assert report.plan.flatten() == tuple(range(found.steps))
+        assert report.plan.flatten() == tuple(range(found.step.steps))
     ratios = [report.predicted_time_ratio for report in reports]
     assert ratios == sorted(ratios, reverse=True)
     assert ratios[-1] == 1, "all of the baseline's memory costs no time"
@@ -129,7 +130,7 @@ def test_the_peak_is_told_apart_to_the_byte(family: str) -> None:
         assert peak.gradients <= fixed.gradients
         if peak.moment != "step of the optimizer":
             moving = peak.gradients + peak.kept + peak.recomputed + peak.between + peak.work
-            taken = found.judgement(report.plan)
+            taken = found.judge.judgement(report.plan)
             assert taken is not None
             assert moving == taken.peak
 
@@ -288,7 +289,7 @@ def test_of_110_equal_steps_the_least_peak_holds_but_one_state() -> None:
     found, x = equal(110)
     for point in (found.points[0], found.least):
         # with what the caller was given, the gradient that a step gets, and the one that it gives
-        assert simulate(point.plan, found.costs_with_gradients).peak == 4 * x.nbytes
+        assert simulate(point.plan, found.step.costs_with_gradients).peak == 4 * x.nbytes
     assert found.report(found.points[0].peak, None).least_peak == found.least.peak
 
 
@@ -321,7 +322,7 @@ def test_the_least_peak_is_that_of_the_best_of_all_plans() -> None:
         for sizes, rate in (((3, 40, 5, 60, 20), 0.0), ((3, 40, 20), 0.5)):
             model, x = Uneven(sizes, rate), torch.rand(batch, 3)
             found = planner_for(model, x, optimizer=None, device="a100")
-            best = min(found.point(plan).peak for plan in nested_plans(found.steps))
+            best = min(found.point(plan).peak for plan in nested_plans(found.step.steps))
             assert best <= found.lowest().peak <= 1.001 * best
             assert best <= found.least.peak <= 1.004 * best
             assert best < found.baseline.peak
@@ -348,7 +349,7 @@ def test_no_plan_goes_below_the_bound(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_real_step_keeps_to_budgets_over_the_whole_range(family: str, in_backward: bool) -> None:
     build, make_inputs = FAMILIES[family]
-    found = prospect(family).in_backward() if in_backward else prospect(family)
+    found = StepPlanner(prospect(family).step.in_backward()) if in_backward else prospect(family)
     least, baseline = found.points[0].peak, found.points[-1].peak
     torch.manual_seed(1)
     model, inputs = build(), make_inputs()
@@ -427,7 +428,7 @@ def test_the_copies_of_weights_that_autocast_holds_are_counted(
 
     step = functools.partial(half_step, model, inputs, loss, optimizer)
     for point in found.points[:: max(len(found.points) // 2, 1)]:
-        zoo.checkpoint(model, found.of_model(point).plan)
+        zoo.checkpoint(model, found.step.of_model(point).plan)
         step()
         measured = measure_step(step, model, optimizer, inputs).peak
         assert 0.995 * point.peak <= measured <= point.peak
@@ -514,7 +515,7 @@ def test_what_names_in_a_forward_hold_is_counted(frees: bool) -> None:
         optimizer.step()
 
     for point in found.points[:: max(len(found.points) // 4, 1)]:
-        zoo.checkpoint(model, found.of_model(point).plan)
+        zoo.checkpoint(model, found.step.of_model(point).plan)
         step()
         measured = measure_step(step, model, optimizer, [given["x"]]).peak
         assert 0.985 * point.peak <= measured <= point.peak
@@ -592,8 +593,8 @@ def test_a_gradient_that_keeps_the_memory_of_columns_is_counted_with_it() -> Non
     x = torch.rand(64, 128)
     model = nn.Sequential(Columns(), Columns(), nn.Linear(128, 10))
     found = planner_for(model, x, optimizer=sgd, loss=scores)
-    columns = [place for place, name in enumerate(found.outline.names) if "unfold" in name]
-    assert found.costs.gradients[columns[-1] - 1] >= 9 * x.nbytes
+    columns = [place for place, name in enumerate(found.step.outline.names) if "unfold" in name]
+    assert found.step.costs.gradients[columns[-1] - 1] >= 9 * x.nbytes
 
 
 class Stacked(nn.Module):
@@ -700,7 +701,7 @@ def test_any_nested_plan_takes_what_is_predicted(kind: str) -> None:
     build, shape, least = UNEVEN[kind]
     torch.manual_seed(1)
     model, x = build(), torch.rand(shape)
-    steps = planner_for(model, x, optimizer=sgd, loss=scores).steps
+    steps = planner_for(model, x, optimizer=sgd, loss=scores).step.steps
     plans = [any_plan(random.Random(seed), range(steps)).text() for seed in range(5)]
     assert_close(model, x, least, plans)
 
@@ -768,7 +769,7 @@ def test_what_a_model_keeps_from_step_to_step_is_counted(
 ) -> None:
     torch.manual_seed(1)
     found = assert_two_steps_close(Remembering(keep, **options), torch.rand(2000, 64))
-    assert len(found.profile.remaining) == (keep not in ("the input", "nothing"))
+    assert len(found.step.profile.remaining) == (keep not in ("the input", "nothing"))
 
 
 class Queueing(nn.Module):
@@ -789,8 +790,8 @@ class Queueing(nn.Module):
 
 def test_a_buffer_that_each_step_makes_anew_counts_as_the_buffer() -> None:
     found = planner_for(Queueing(), torch.rand(1000, 64), optimizer=sgd, loss=scores)
-    assert found.fixed.buffers == 8000 * 64 * 4
-    assert found.costs.held_until_end == found.profile.returned
+    assert found.step.fixed.buffers == 8000 * 64 * 4
+    assert found.step.costs.held_until_end == found.step.profile.returned
 
 
 def assert_two_steps_close(model: Remembering, x: Tensor) -> StepPlanner:
@@ -805,7 +806,7 @@ def assert_two_steps_close(model: Remembering, x: Tensor) -> StepPlanner:
             optimizer.step()
 
     for point in found.points[:: max(len(found.points) // 3, 1)]:
-        zoo.checkpoint(model, found.of_model(point).plan)
+        zoo.checkpoint(model, found.step.of_model(point).plan)
         two_steps()
         optimizer.zero_grad()
         model.seen = None
@@ -875,7 +876,7 @@ def assert_close(
     given = [found.point(Plan.parse(plan)) for plan in plans]
     inputs = [x, *(value for value in vars(model).values() if isinstance(value, Tensor))]
     for point in given or found.points:
-        zoo.checkpoint(model, found.of_model(point).plan)
+        zoo.checkpoint(model, found.step.of_model(point).plan)
         step()
         measured = measure_step(step, model, optimizer, inputs).peak
         assert least * point.peak <= measured <= point.peak
@@ -936,9 +937,9 @@ def test_with_the_optimizer_in_the_backward_gradients_are_not_counted_twice() ->
     other = planner_for(
         model, x, optimizer=sgd, loss=scores, device="a100", optimizer_in_backward=True
     )
-    for planner in (other, first.in_backward()):
+    for planner in (other, StepPlanner(first.step.in_backward())):
         assert first.least.peak - planner.least.peak >= 8 * size
-        assert planner.fixed.gradients == planner.fixed.scratch == 0
+        assert planner.step.fixed.gradients == planner.step.fixed.scratch == 0
     model[5].weight = model[0].weight
     tied = planner_for(
         model, x, optimizer=sgd, loss=scores, device="a100", optimizer_in_backward=True
@@ -1043,8 +1044,8 @@ def test_a_refusal_offers_no_optimizer_of_less_state_to_one_without_state() -> N
 
 def test_no_optimizer_counts_no_state() -> None:
     model, x = Residuals(), images()
-    with_state = planner_for(model, x).fixed
-    without = planner_for(model, x, optimizer=None).fixed
+    with_state = planner_for(model, x).step.fixed
+    without = planner_for(model, x, optimizer=None).step.fixed
     assert with_state.optimizer > without.optimizer == 0
     assert isinstance(without, FixedBytes)
 
@@ -1125,8 +1126,8 @@ def test_the_plans_on_the_frontier_are_the_models_without_its_loss() -> None:
     found = prospect("resnet")
     curve = found.frontier()
     for point in (*curve, curve.baseline):
-        assert point.plan.flatten() == tuple(range(found.steps))
-    assert curve.baseline.plan == Plan.keep_all(found.steps)
+        assert point.plan.flatten() == tuple(range(found.step.steps))
+    assert curve.baseline.plan == Plan.keep_all(found.step.steps)
 
 
 def test_a_report_survives_a_file(tmp_path: Any) -> None:
@@ -1174,7 +1175,7 @@ def test_a_budget_is_one_value_in_whatever_way_it_is_written(ways: Any) -> None:
     budgets = {round(float(parse_budget(way)), 6) for way in ways}
     assert len(budgets) == 1
     for way in ways[:2]:
-        option = option_of(zoo.checkpoint(Residuals(), memory_budget=way))
+        option = goal_of(zoo.checkpoint(Residuals(), memory_budget=way))
         assert option is not None
         assert option.memory_budget == parse_budget(way)
 
@@ -1257,7 +1258,7 @@ def test_the_loss_is_kept_and_its_bytes_count() -> None:
     with_loss = planner_for(model, x, loss=scores)
     assert all(isinstance(point.plan[-1], int) for point in with_loss.points)
     assert with_loss.points[-1].peak >= planner_for(model, x).points[-1].peak
-    assert with_loss.report(None, 0.1).plan.flatten() == tuple(range(with_loss.steps))
+    assert with_loss.report(None, 0.1).plan.flatten() == tuple(range(with_loss.step.steps))
 
 
 def test_a_loss_may_know_its_targets() -> None:
@@ -1289,7 +1290,7 @@ def test_targets_that_the_loss_holds_are_counted_as_inputs() -> None:
     model, x, targets = Residuals(), images(8, 4, 32), torch.zeros(8, dtype=torch.long)
     loss = functools.partial(F.cross_entropy, target=targets)
     first, other = (planner_for(model, x, loss=one) for one in (loss, scores))
-    assert first.fixed.inputs == other.fixed.inputs + targets.nbytes
+    assert first.step.fixed.inputs == other.step.fixed.inputs + targets.nbytes
 
 
 def test_targets_may_be_on_meta() -> None:
@@ -1299,7 +1300,7 @@ def test_targets_may_be_on_meta() -> None:
         def loss(scores: Tensor) -> Tensor:
             return torch.nn.functional.cross_entropy(scores, known)
 
-        return planner_for(model, x, loss=loss, device="small-cpu").costs
+        return planner_for(model, x, loss=loss, device="small-cpu").step.costs
 
     meta, real = costs_with(targets.to("meta")), costs_with(targets)
     assert meta.flops == real.flops
@@ -1309,9 +1310,10 @@ def test_targets_may_be_on_meta() -> None:
 
 def test_other_kernels_make_another_planner_and_leave_the_first() -> None:
     first = planner_for(Residuals(), images(), optimizer=sgd, device="small-cpu")
-    peak, seconds = first.baseline.peak, sum(first.costs.seconds)
-    slow = first.with_kernels([KernelCosts(1.0, 1 << 20)] * len(first.profile.specs))
+    step, peak, seconds = first.step, first.baseline.peak, sum(first.step.costs.seconds)
+    kernels = [KernelCosts(1.0, 1 << 20)] * len(step.profile.specs)
+    slow = StepPlanner(step.with_kernels(kernels))
     assert slow.baseline.peak > peak
-    assert sum(slow.costs.seconds) > seconds
-    assert (first.kernels, first.baseline.peak, sum(first.costs.seconds)) == ((), peak, seconds)
-    assert slow.optimizer_bytes is first.optimizer_bytes, "it is counted once"
+    assert sum(slow.step.costs.seconds) > seconds
+    assert (step.kernels, first.baseline.peak, sum(step.costs.seconds)) == ((), peak, seconds)
+    assert slow.step.optimizer_bytes is first.step.optimizer_bytes, "it is counted once"

@@ -75,7 +75,7 @@ def test_a_step_that_takes_less_than_is_predicted(name: str) -> None:
 )
 def test_a_step_by_any_nested_plan_takes_what_is_predicted(name: str, shape: Shape) -> None:
     made = program(name)
-    assert_as_predicted(made, stretched_plan(shape, made.planner.steps))
+    assert_as_predicted(made, stretched_plan(shape, made.planner.step.steps))
 
 
 @pytest.mark.parametrize("name", ["in place", "keeping with its graph", "custom function"])
@@ -83,7 +83,7 @@ def test_a_forked_process_predicts_the_same(name: str, monkeypatch: pytest.Monke
     """There nothing is collected as garbage."""
     torch.manual_seed(1)
     forked = PROGRAMS[name]()
-    assert forked.planner.profile.is_trained
+    assert forked.planner.step.profile.is_trained
     monkeypatch.setattr("zoo.profiling.isolation.can_fork", lambda: False)
     monkeypatch.setattr("zoo.profiling.isolation.MOST_HERE", 1000)
     here = program(name)

@@ -116,7 +116,7 @@ from torch import nn
 
 def found(model, given, where="cuda", **options):
     planner = planner_for(model.to(where), given.to(where), **options)
-    return [planner.fixed.libraries, bool(planner.kernels)]
+    return [planner.step.fixed.libraries, bool(planner.step.kernels)]
 
 class Norm(nn.Module):
     def __init__(self):

@@ -482,7 +482,7 @@ def test_a_size_is_looked_at_once_and_the_optimizer_is_the_same_for_all(
         return optimizer_bytes(*arguments)
 
     monkeypatch.setattr("zoo.sizing.size_estimate.planner_for", look)
-    monkeypatch.setattr("zoo.policy.budget.optimizer_bytes", bytes_of)
+    monkeypatch.setattr("zoo.policy.training_step.optimizer_bytes", bytes_of)
     taken = iter([2**20 + 2**17, 2**20])  # the first real step takes too much: it searches again
     monkeypatch.setattr(CopiedStep, "peak", lambda *_, **__: next(taken))
     largest(Residuals(), images(2, 4, 16), memory_budget=2**20, optimizer=sgd)

@@ -84,8 +84,8 @@ def planned(name: str, **options: Any) -> tuple[StepPlanner, Tensor]:
 
 def plans_of(planner: StepPlanner) -> list[Plan]:
     """Some of the best plans, one segment of all, and one for each step."""
-    count = planner.steps
-    best = [planner.of_model(point).plan for point in thinned(planner.points, 3)]
+    count = planner.step.steps
+    best = [planner.step.of_model(point).plan for point in thinned(planner.points, 3)]
     return [*best, Plan([tuple(range(count))]), Plan([(n,) for n in range(count)])]
 
 
@@ -102,7 +102,7 @@ def test_a_real_step_takes_what_a_dry_step_does(name: str) -> None:
 
     for plan in plans_of(planner):
         peak = planner.point(plan).peak
-        assert planner.judgement(plan) is not None
+        assert planner.judge.judgement(plan) is not None
         zoo.checkpoint(model, plan)
         step()
         taken = measure_step(step, model, optimizer, [x]).peak
@@ -116,7 +116,7 @@ def test_the_model_stays_as_it_was(can_fork: bool, monkeypatch: pytest.MonkeyPat
     planner, x = planned("mixed")
     model: Any = planner.model
     before, stream = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    judged = [planner.judgement(plan) is not None for plan in plans_of(planner)]
+    judged = [planner.judge.judgement(plan) is not None for plan in plans_of(planner)]
     # user code runs in this process as seldom as can be
     assert all(judged) if can_fork else 1 <= sum(judged) <= 2
     assert len(judged) > 2
@@ -129,8 +129,9 @@ def test_the_model_stays_as_it_was(can_fork: bool, monkeypatch: pytest.MonkeyPat
 def test_each_dry_step_begins_as_the_first() -> None:
     """In a fork of its own: a model that counts its calls takes the same path each time."""
     planner, _ = planned("mixed")
-    plan, cuts = Plan([(0, 1), *range(2, planner.steps)]), planner.outline.cuts[: planner.steps]
-    logs = [planner.outline.dry_step(DryStep(plan, cuts)) for _ in range(3)]  # type: ignore[misc]
+    step = planner.step
+    plan, cuts = Plan([(0, 1), *range(2, step.steps)]), step.outline.cuts[: step.steps]
+    logs = [planner.step.outline.dry_step(DryStep(plan, cuts)) for _ in range(3)]  # type: ignore[misc]
     assert logs[0] == logs[1] == logs[2]
     assert sum(type(row) is Ran and row.is_replayed for row in logs[0]) > 0
     assert any(type(row) is Made and row.is_replayed for row in logs[0])
@@ -150,10 +151,10 @@ def test_a_forward_that_does_not_follow_its_plan_is_planned_for_without() -> Non
     planner = planner_for(
         Alternating(8, 8), torch.rand(4, 8), optimizer=None, loss=mean, judged=True
     )
-    log = planner.outline.dry_step(DryStep(Plan([0, 1]), planner.outline.cuts[:2]))  # type: ignore[misc]
+    log = planner.step.outline.dry_step(DryStep(Plan([0, 1]), planner.step.outline.cuts[:2]))  # type: ignore[misc]
     assert isinstance(log, FailedCall)
     assert "other operators" in log.text
-    assert planner.judged(planner.baseline).peak == planner.baseline.peak
+    assert planner.judge.judged(planner.baseline).peak == planner.baseline.peak
     assert zoo.plan(Alternating(8, 8), torch.rand(4, 8), memory_budget=1.0, loss=mean).plan
 
 
@@ -163,10 +164,10 @@ def test_the_casts_of_autocast_live_as_long_as_it_does() -> None:
         planner = planner_for(
             make(), torch.rand(shape), optimizer=None, loss=mean, measured=False, judged=True
         )
-        cuts, ask = planner.outline.cuts[: planner.steps], planner.outline.dry_step
+        cuts, ask = planner.step.outline.cuts[: planner.step.steps], planner.step.outline.dry_step
         assert ask is not None
-        plan = Plan.keep_all(planner.steps)
+        plan = Plan.keep_all(planner.step.steps)
         logs = [ask(DryStep(plan, cuts, leaves_autocast=leaves)) for leaves in (True, False)]
-    outside, inside = map(planner.bytes_of_log, logs)
+    outside, inside = map(planner.judge.bytes_of_log, logs)
     weights = sum(p.numel() for p in planner.model.parameters() if p.ndim > 1)
     assert inside.held - outside.held >= 2 * weights

@@ -28,7 +28,7 @@ from tests.training import assert_same, gradients, images, needs_numpy
 from zoo.engine import saved_tensors
 from zoo.engine.kernel_segments import Conductor
 from zoo.errors import ArgumentError, BudgetError
-from zoo.policy.options import _warn_of_profiler
+from zoo.policy.decision import _warn_of_profiler
 from zoo.profiling.peak_memory import trace
 from zoo.tracing import planned_forward
 from zoo.tracing.planned_forward import patched_forward

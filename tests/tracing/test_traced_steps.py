@@ -18,6 +18,7 @@ from zoo.errors import ArgumentError
 from zoo.invocation import Invocation
 from zoo.planner.plan import Plan
 from zoo.policy.budget import StepPlanner
+from zoo.policy.training_step import CountedStep, TrainingStep
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.tracing.isolated_trace import TraceError
 from zoo.tracing.planned_forward import patched_forward
@@ -66,7 +67,8 @@ def said() -> StepPlanner:
     given = Invocation.of(named("meta"))
     with torch.enable_grad():
         steps = outline_of(Said(), given, is_judged=True)
-        return StepPlanner(Said(), steps, given.tensors, optimizer=torch.optim.SGD).measured()
+        training = TrainingStep(torch.optim.SGD)
+        return StepPlanner(CountedStep(Said(), steps, given.tensors, training).measured())
 
 
 @pytest.mark.parametrize(

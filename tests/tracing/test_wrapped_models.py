@@ -92,7 +92,7 @@ def test_a_real_step_takes_what_is_predicted(name: str) -> None:
     build, inputs = MODELS[name]
     planner = planned(Wrapped(build()), inputs)
     for point in planner.points[0], planner.points[-1]:
-        plan = planner.of_model(point).plan
+        plan = planner.step.of_model(point).plan
         taken = [
             real_peak(model, inputs, torch.optim.SGD, mean_of, plan=plan)
             for model in (build(), Wrapped(build()))

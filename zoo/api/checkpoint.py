@@ -11,8 +11,8 @@ from zoo.errors import ArgumentError, shortened
 from zoo.invocation import Inputs, Invocation, check_loss, check_module, check_step
 from zoo.loss import Loss
 from zoo.planner.plan import Plan
-from zoo.policy.budget import Budget, Offload, OffloadOption, Overhead, outputs_held
-from zoo.policy.options import Checkpoint, StepSettings, option_for
+from zoo.policy.goal import Budget, Checkpoint, Offload, OffloadOption, Overhead, goal_for
+from zoo.policy.training_step import TrainingStep, outputs_held
 from zoo.profiling.optimizer_memory import OptimizerOption
 from zoo.profiling.progress import shown
 from zoo.profiling.step_profile import Outline
@@ -84,17 +84,26 @@ def checkpoint(
         checkpoint = True if memory_budget is None and max_overhead is None else "auto"
     check_module(model, "zoo.checkpoint")
     check_loss(loss)
-    settings = StepSettings(optimizer, loss, accumulates, outputs_held(holds_outputs, loss))
-    has_settings = holds_outputs is not None or settings != StepSettings()
-    step = settings.for_model(model) if has_settings else None
+    training = TrainingStep(optimizer, loss, accumulates, outputs_held(holds_outputs, loss))
+    says_step = holds_outputs is not None or training != TrainingStep()
+    training = training.for_model(model)
     to_host = Offload.of(offload or False, host_budget)
-    option = option_for(checkpoint, memory_budget, max_overhead, step, to_host)
-    if offload is False and option is not None and option.offload.is_on:
+    goal = goal_for(checkpoint, memory_budget, max_overhead, to_host)
+    if says_step and not (goal is not None and goal.is_bounded):
+        choice = False if goal is None else goal.choice
+        raise ArgumentError(
+            "optimizer=, loss=, accumulates= and holds_outputs= say what a budget counts; got "
+            f"checkpoint={choice!r}, which has none. Pass memory_budget= or max_overhead=, or "
+            "leave them out"
+        )
+    if goal is not None and goal.report is not None:
+        training = TrainingStep(holds_outputs=goal.report.holds_outputs)
+    if offload is False and goal is not None and goal.offload.is_on:
         raise ArgumentError(
             "offload=False beside a report whose plan offloads would break its budget; leave "
             "offload= out, pass report.plan, or plan without offload=True"
         )
-    if isinstance(model, torch.jit.ScriptModule) and option is not None:
+    if isinstance(model, torch.jit.ScriptModule) and goal is not None:
         raise ArgumentError(
             f"this {type(model).__name__} is a module of TorchScript, whose forward is compiled; "
             "call zoo.checkpoint on the module that it was made of, or on a model around it"
@@ -104,7 +113,7 @@ def checkpoint(
             "this model is compiled; call zoo.checkpoint before torch.compile, or zoo.recompute in "
             "its forward, which compiles with the rest"
         )
-    if option is None:
+    if goal is None:
         return uncheckpoint(model)
     if getattr(model.forward, "__name__", "") == "_forward_unimplemented":
         raise ArgumentError(
@@ -113,7 +122,7 @@ def checkpoint(
             "on the module in it that is called"
         )
     check_switches(model)
-    patched, earlier = PatchedForward(model, option, _names(steps)), patched_forward(model)
+    patched, earlier = PatchedForward(model, goal, training, _names(steps)), patched_forward(model)
     uncheckpoint(model)
     patched.install()
     if inputs is not None:

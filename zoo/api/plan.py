@@ -13,17 +13,17 @@ from zoo.api.checkpoint import outline_of
 from zoo.errors import ArgumentError
 from zoo.invocation import Inputs, Invocation, check_step, title_of
 from zoo.loss import Loss, nothing_trained
-from zoo.policy.budget import (
+from zoo.policy.budget import StepPlanner
+from zoo.policy.goal import (
+    NO_OFFLOAD,
     Budget,
     Offload,
     Overhead,
-    StepPlanner,
-    check_gathered,
     optimal_planner,
-    outputs_held,
     parse_bounds,
 )
 from zoo.policy.plan_report import Frontier, PlanReport
+from zoo.policy.training_step import CountedStep, TrainingStep, check_gathered, outputs_held
 from zoo.profiling.optimizer_memory import OptimizerBytes, OptimizerOption, maker_of
 from zoo.profiling.progress import shown
 
@@ -132,28 +132,26 @@ def planner_for(
     *,
     optimizer: OptimizerOption | OptimizerBytes | None = torch.optim.AdamW,
     loss: Loss | None = None,
+    offload: Offload = NO_OFFLOAD,
     measured: bool = True,
-    judged: bool = True,
     **options: Any,
 ) -> StepPlanner:
-    """Traces a model for these inputs; options are those of `StepPlanner`.
+    """Traces a model for these inputs; options are those of `TrainingStep`.
 
-    `measured` runs its kernels where their device is here; `judged` keeps what dry steps need.
+    `measured` runs its kernels where their device is here.
     """
     check_step(model, "planning", loss)
     check_gathered(model)
-    if isinstance(optimizer, OptimizerBytes):
-        options |= {"counted_optimizer": optimizer}
-    else:
-        options |= {"optimizer": maker_of(optimizer, model)}
-    invocation = Invocation.of(inputs)
+    if not isinstance(optimizer, OptimizerBytes):
+        maker_of(optimizer, model)
+    training, invocation = TrainingStep(optimizer, loss, **options), Invocation.of(inputs)
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
         shown(title_of(model, tuple(invocation.tensors))),
     ):
-        outline = outline_of(model, invocation, loss, is_judged=judged)
-        planner = StepPlanner(model, outline, invocation.tensors, **options)
-        if not planner.profile.is_trained:
+        outline = outline_of(model, invocation, loss, is_judged=True)
+        step = CountedStep(model, outline, invocation.tensors, training)
+        if not step.profile.is_trained:
             raise ArgumentError(nothing_trained(model))
-        return planner.measured() if measured else planner
+        return StepPlanner(step.measured() if measured else step, offload)

@@ -35,14 +35,8 @@ from zoo.invocation import Inputs, Invocation, check_step, device_of
 from zoo.layers.module_hooks import is_hooked
 from zoo.loss import Loss
 from zoo.planner.plan import Plan
-from zoo.policy.budget import (
-    Budget,
-    Offload,
-    Overhead,
-    StepPlanner,
-    only_in_backward,
-    parse_bounds,
-)
+from zoo.policy.budget import StepPlanner, only_in_backward
+from zoo.policy.goal import Budget, Offload, Overhead, parse_bounds
 from zoo.policy.plan_report import PlanReport, Point, peak_table
 from zoo.profiling.optimizer_memory import OptimizerOption
 from zoo.profiling.progress import each, shown
@@ -219,16 +213,16 @@ class _Rank:
         # bytes of no tensor, the same by all plans
         self.beside = {
             "buckets of gradients": buckets,
-            "workspaces of libraries": planner.fixed.libraries,
+            "workspaces of libraries": planner.step.fixed.libraries,
         }
         self.timelines: dict[tuple[Plan, tuple[int, ...]], Timeline] = {}
 
     def timeline(self, point: Point) -> Timeline:
         """Returns a step by a plan, with its bytes as the device's allocator counts them."""
-        plan = self.planner.of_model(point).plan
+        plan = self.planner.step.of_model(point).plan
         if (plan, point.offloads) not in self.timelines:
             tracked = self.step.track(plan, point.offloads)
-            self.timelines[plan, point.offloads] = tracked.counted_by(self.planner.rounding)
+            self.timelines[plan, point.offloads] = tracked.counted_by(self.planner.step.rounding)
         return self.timelines[plan, point.offloads]
 
     def peak(self, point: Point) -> int:
@@ -237,7 +231,7 @@ class _Rank:
 
     def chosen(self, memory_budget: Any, max_overhead: float | None) -> tuple[Point, int | None]:
         """Returns a plan and the budget in bytes: the plan of least peak where none fits."""
-        points = self.planner.trades
+        points = self.planner.proposals.trades
         if max_overhead is not None:
             quick = [point for point in points if point.time_ratio <= 1 + max_overhead]
             return min(each("steps by plans", quick), key=self.peak), None

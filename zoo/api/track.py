@@ -24,9 +24,11 @@ from zoo.invocation import Inputs, Invocation, check_step, fake_at
 from zoo.loss import Loss, checked_loss, nothing_trained, own_loss, with_loss_errors
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
-from zoo.policy.budget import Offload, OffloadOption, StepPlanner
-from zoo.policy.options import Checkpoint, option_for, parse_checkpoint
+from zoo.policy.budget import StepPlanner
+from zoo.policy.decision import TracedStep, plans_for
+from zoo.policy.goal import Checkpoint, Offload, OffloadOption, goal_for, parse_checkpoint
 from zoo.policy.savings import savings_of
+from zoo.policy.training_step import CountedStep, TrainingStep
 from zoo.profiling.cudnn_recurrent import flattened
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.memory_tracker import Tracker
@@ -38,7 +40,7 @@ from zoo.profiling.tensor_spec import tensors_in
 from zoo.profiling.timeline import Timeline, compare
 from zoo.report.pictures import plots
 from zoo.tracing.isolated_trace import TraceError
-from zoo.tracing.planned_forward import TracedForward, named_steps, option_of, patched_forward
+from zoo.tracing.planned_forward import TracedForward, named_steps, patched_forward
 from zoo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -178,13 +180,14 @@ def anatomy(
         tracked = each("tracked steps", plans)
         *planned, baseline = (step.track(plan, offloads) for plan, offloads in tracked)
     by_plan = plan if isinstance(plan, Plan) else None
-    made = maker_of(optimizer, model)
+    maker_of(optimizer, model)
     try:
         with torch.enable_grad():
             # a loss of the model itself would run its real modules
             steps = outline(None if _is_of_module(loss) else loss)
-            planner = StepPlanner(model, steps, meta_inputs.tensors, made)
-            savings = savings_of(planner.in_backward() if optimizer_in_backward else planner)
+            training = TrainingStep(optimizer, optimizer_in_backward=optimizer_in_backward)
+            step_of_copy = CountedStep(model, steps, meta_inputs.tensors, training)
+            savings = savings_of(StepPlanner(step_of_copy))
     except TraceError as error:
         savings = (f"The step cannot be planned for ahead of a real one: {error}",)
     return Anatomy(baseline, planned[0] if planned else None, by_plan, savings)
@@ -201,18 +204,18 @@ def _plan_of_option(
 
     The plan is "blocks" where the model cannot be traced.
     """
-    option = option_of(model) if checkpoint is None else None
-    if option is None:
-        given = False if checkpoint is None else parse_checkpoint(checkpoint)
-        option = option_for(given, None, None, offload=offload)
-    if option is None:
+    patched = patched_forward(model) if checkpoint is None else None
+    training = TrainingStep() if patched is None else patched.training
+    given = False if checkpoint is None else parse_checkpoint(checkpoint)
+    goal = goal_for(given, offload=offload) if patched is None else patched.goal
+    if goal is None:
         return None, False
-    is_on = option.offload.is_on
-    option = replace(option, report=None)
+    is_on = goal.offload.is_on
+    goal = replace(goal, report=None)
     try:
         with torch.enable_grad():
-            planner = StepPlanner(model, outline(option.step.loss), inputs)
-            chosen = option.plan_for(planner)
+            traced = TracedStep(model, outline(training.loss), inputs)
+            chosen = plans_for(goal, training, traced)[0]
             return chosen.plan, chosen.offloads
     except TraceError:
         if checkpoint not in (None, True, "blocks"):

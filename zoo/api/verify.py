@@ -36,7 +36,7 @@ from zoo.invocation import Inputs, Invocation, check_step, device_of
 from zoo.loss import Loss
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.plan import Plan
-from zoo.policy.options import Checkpoint, option_for, plan_or_option
+from zoo.policy.goal import Checkpoint, goal_for, plan_or_option
 from zoo.profiling.cudnn_recurrent import flattened
 from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerOption, maker_of
 from zoo.profiling.progress import each, shown
@@ -101,7 +101,7 @@ def verify(
             f"{device_of(model)}. Move it to a GPU, or leave cuda_graph out"
         )
     option = plan_or_option(checkpoint)
-    option_for(option, None, None)  # refuses a wrong option before anything is trained
+    goal_for(option)  # refuses a wrong option before anything is trained
     make = MOMENTUM if optimizer is None else maker_of(optimizer, model)
     with (
         deterministic_algorithms(deterministic),

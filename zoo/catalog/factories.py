@@ -29,8 +29,7 @@ from zoo.models.lstm import GRULanguageModel, LSTMLanguageModel
 from zoo.models.model import Model
 from zoo.models.unet import UNet
 from zoo.models.vnet import VNet
-from zoo.policy.budget import Budget, Overhead
-from zoo.policy.options import Checkpoint
+from zoo.policy.goal import Budget, Checkpoint, Overhead
 
 
 class Factory(Protocol):

@@ -17,8 +17,7 @@ from typing import Any, NoReturn
 from zoo.api.plan_rank import STRATEGIES
 from zoo.cli import values
 from zoo.errors import LONGEST, ArgumentError, ZooError, nearest, shortened, shortened_text
-from zoo.policy.budget import parse_budget, parse_overhead
-from zoo.policy.options import parse_checkpoint
+from zoo.policy.goal import parse_budget, parse_checkpoint, parse_overhead
 from zoo.profiling.optimizer_memory import OPTIMIZERS
 from zoo.units import parse_bytes
 

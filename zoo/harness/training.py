@@ -40,7 +40,8 @@ from zoo.invocation import Inputs, Invocation
 from zoo.loss import own_loss
 from zoo.optimizer.in_backward import FreedGradient, OptimizerInBackward, optimizer_in_backward
 from zoo.planner.plan import Plan
-from zoo.policy.options import Option
+from zoo.policy.goal import Goal
+from zoo.policy.training_step import TrainingStep
 from zoo.tracing.planned_forward import PatchedForward, patched_forward
 from zoo.tracing.switches import switch_of
 from zoo.verification.state_comparison import bits
@@ -65,8 +66,8 @@ class Training:
         self._config, self._state = cell.model, None
         own = in_backward = patched_forward(self.model)
         if cell.plan_in_backward is not None:
-            option = Option(Plan.parse(cell.plan_in_backward))
-            in_backward = PatchedForward(self.model, option, None)
+            goal = Goal(Plan.parse(cell.plan_in_backward))
+            in_backward = PatchedForward(self.model, goal, TrainingStep())
         self._patches = {"checkpointed": own, "optimizer_in_backward": in_backward}
         self.library = switch_of(self.model) if cell.library_checkpointing else None
         self._handle: OptimizerInBackward | None = None

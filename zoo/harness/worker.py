@@ -188,15 +188,15 @@ def _steps(training: Training, cell: Cell, batch: Batch) -> Result:
             # without a frontier no times are needed: any device's rates will do, and nothing runs
             device=None if cell.frontier else "small-cpu",
         )
-        steps = slice(planner.steps)
+        step, steps = planner.step, slice(planner.step.steps)
         lines: dict[str, list[int]] = {}
-        for number, line in enumerate(planner.outline.lines):
+        for number, line in enumerate(step.outline.lines):
             lines.setdefault(line, []).append(number)
         result: Result = {
             "steps": {
-                "names": planner.outline.names,
-                "blocks": planner.costs.blocks[steps],
-                "saved": planner.costs.newly_saved()[steps],
+                "names": step.outline.names,
+                "blocks": step.costs.blocks[steps],
+                "saved": step.costs.newly_saved()[steps],
                 "lines": lines,
             }
         }

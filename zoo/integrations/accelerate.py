@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from zoo.errors import OptimizerError
 from zoo.integrations.budget import checkpoint_with
 from zoo.optimizer.in_backward import optimizer_in_backward as in_backward
-from zoo.policy.options import Checkpoint
+from zoo.policy.goal import Checkpoint
 
 
 def prepare(

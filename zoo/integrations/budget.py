@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zoo.api.checkpoint import checkpoint as put_in_force
-from zoo.policy.options import Checkpoint
+from zoo.policy.goal import Checkpoint
 
 
 def checkpoint_with(

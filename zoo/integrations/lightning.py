@@ -21,7 +21,7 @@ from zoo.integrations.budget import checkpoint_with
 from zoo.integrations.lightning_resume import Resumption
 from zoo.optimizer.in_backward import OptimizerInBackward, optimizer_in_backward as in_backward
 from zoo.planner.plan import Plan
-from zoo.policy.options import Checkpoint
+from zoo.policy.goal import Checkpoint
 
 
 class ActivationCheckpointing(lightning.Callback):  # type: ignore[misc]

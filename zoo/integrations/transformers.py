@@ -18,7 +18,7 @@ from zoo.errors import OptimizerError
 from zoo.integrations.budget import checkpoint_with
 from zoo.optimizer.in_backward import OptimizerInBackward, optimizer_in_backward
 from zoo.planner.plan import Plan
-from zoo.policy.options import Checkpoint
+from zoo.policy.goal import Checkpoint
 
 _log = logging.get_logger("transformers.zoo")
 # a method of the Trainer that reads all gradients, for its log

@@ -37,9 +37,10 @@ def savings_of(planner: StepPlanner) -> tuple[str, ...]:
 
 def _parts(planner: StepPlanner, point: Point) -> Iterator[Part]:
     """Yields the bytes of each part at a plan's peak, with the sentence on it."""
-    at, step = planner.at_peak(point), planner.bytes_at_peak(point)
+    at, step = planner.judge.at_peak(point), planner.judge.bytes_at_peak(point)
     weights = at.parameters + at.buffers + at.optimizer + at.gradients
-    frees = "" if planner.optimizer_in_backward else "zoo.optimizer_in_backward frees gradients, "
+    in_backward = planner.step.training.optimizer_in_backward
+    frees = "" if in_backward else "zoo.optimizer_in_backward frees gradients, "
     yield (
         weights,
         f"{format_bytes(weights)} are weights, their gradients and the optimizer's state, which no "
@@ -47,9 +48,10 @@ def _parts(planner: StepPlanner, point: Point) -> Iterator[Part]:
     )
     if "optimizer" in at.moment:
         return
-    number = planner.outline.step_of(step.operator)
-    is_loss = number == planner.steps
-    line = "" if is_loss else planner.outline.lines[number]
+    outline = planner.step.outline
+    number = outline.step_of(step.operator)
+    is_loss = number == planner.step.steps
+    line = "" if is_loss else outline.lines[number]
     where = f"{at.moment}{f' ({line})' if line else ''}"
     way_out = (
         "a loss in parts, as of zoo's language models, takes less"
@@ -93,8 +95,8 @@ def _unrepeatable(planner: StepPlanner, point: Point, last: int) -> int:
     """Returns the bytes that segments up to a step keep, since no replay makes them again."""
     segments = (item for item in point.plan if isinstance(item, tuple))
     inside = {step for segment in segments for step in indices(segment) if step <= last}
-    events, kept = planner.profile.events, set[int]()
+    outline, events, kept = planner.step.outline, planner.step.profile.events, set[int]()
     for operator, event in events.forward:
-        if isinstance(event, KernelRun) and planner.outline.step_of(operator) in inside:
+        if isinstance(event, KernelRun) and outline.step_of(operator) in inside:
             kept |= event.keeps
     return sum(events.sizes[storage] for storage in kept)

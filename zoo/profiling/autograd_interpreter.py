@@ -149,7 +149,7 @@ class _PendingNode:
         if before is None:
             self.gradients[number], self.is_shared = gradient, is_shared
             self.is_own = not (is_shared or gradient._is_view()) and _is_dense(gradient)
-        elif self.is_leaf and self.is_own:
+        elif self.is_own:
             # as the engine does if nothing else holds the gradient; a view holds its base
             before.add_(gradient)
         else:

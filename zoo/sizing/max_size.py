@@ -21,22 +21,20 @@ from zoo.errors import ArgumentError, BudgetError, Interrupted, shortened
 from zoo.invocation import Inputs, check_loss, check_module
 from zoo.loss import Loss
 from zoo.planner.plan import Plan
-from zoo.policy.budget import (
+from zoo.policy.budget import free_on, only_in_backward, ways_out
+from zoo.policy.goal import (
     Budget,
+    Checkpoint,
     Offload,
     Overhead,
-    free_on,
-    only_in_backward,
     parse_budget,
     parse_overhead,
-    ways_out,
 )
-from zoo.policy.options import Checkpoint
 from zoo.profiling.optimizer_memory import OptimizerOption
 from zoo.profiling.progress import shown
 from zoo.sizing.size_estimate import SizeEstimates, Vary, input_sizes, plan_policy
 from zoo.sizing.size_search import MOST, largest_within
-from zoo.tracing.planned_forward import option_of
+from zoo.tracing.planned_forward import goal_of
 from zoo.units import SIZES, exact_bytes, format_bytes, format_seconds
 
 # seconds that a real step may take unless verify=True
@@ -174,7 +172,7 @@ def largest(
     if type(multiple_of) is not int or multiple_of < 1:
         raise ArgumentError(f"multiple_of={multiple_of!r} must be a whole number, 1 or more")
     make_inputs, start = input_sizes(sample, vary)
-    to_host, own = Offload.of(offload, host_budget).named_in(None), option_of(model)
+    to_host, own = Offload.of(offload, host_budget).named_in(None), goal_of(model)
     if checkpoint is None and own is not None and not to_host.is_on:
         to_host = own.offload
     estimates = SizeEstimates(
@@ -217,7 +215,7 @@ class _Search:
         A step that runs out of memory does not tell how much was missing, so from then on the limit
         is bisected between that size's bytes and those of one that fits, at first the smallest.
         """
-        device = self.first.model_device
+        device = self.first.step.model_device
         is_counted = device.type == "cpu" or counts_memory(device)
         room = free_on(device) if verify is not False and is_counted else 0
         target, low, excess = self.budget, 0, 0
@@ -266,7 +264,8 @@ class _Search:
         """Returns the largest size whose predicted bytes fit a target; None if none does."""
         estimates, unit = self.estimates, self.estimates.unit
         needed = functools.partial(estimates.needed, budget=target)
-        base = self.first.fixed.beside_activations - self.first.fixed.inputs
+        fixed = self.first.step.fixed
+        base = fixed.beside_activations - fixed.inputs
         count = largest_within(needed, target, self.start, base)
         if not count:
             return None
@@ -284,7 +283,8 @@ class _Search:
             )
         planner = estimates.planner_of(count)
         point = estimates.policy(planner, max(target, needed(count) or 0))
-        seconds = sum(planner.costs.seconds) + sum(planner.costs.seconds_backward)
+        costs, kernels = planner.step.costs, planner.step.kernels
+        seconds = sum(costs.seconds) + sum(costs.seconds_backward)
         return Largest(
             size=count * unit,
             budget=self.budget,
@@ -294,7 +294,7 @@ class _Search:
             measured_peak=None,
             plan=point.plan,
             predicted_time_ratio=point.time_ratio,
-            predicted_seconds=seconds * point.time_ratio if planner.kernels else None,
+            predicted_seconds=seconds * point.time_ratio if kernels else None,
             offloaded=point.offloaded,
             offloads=point.offloads,
         )
@@ -305,8 +305,8 @@ class _Search:
             return BudgetError(
                 f"memory ran out in a real training step of size {ran_out.size}, the smallest, "
                 f"which is predicted to take {exact_bytes(ran_out.predicted_peak)}; the budget is "
-                f"{exact_bytes(self.budget)}. Free memory on {self.first.model_device}, or pass "
-                "verify=False to rely on the prediction.",
+                f"{exact_bytes(self.budget)}. Free memory on {self.first.step.model_device}, or "
+                "pass verify=False to rely on the prediction.",
                 self.budget,
             )
         count, least = self.estimates.smallest()
@@ -319,7 +319,7 @@ class _Search:
         text = (
             f"a training step of size {count * self.estimates.unit} needs at least "
             f"{exact_bytes(least)}{shown}; the budget is {exact_bytes(self.budget)}. "
-            f"{ways_out(least, others, planner.optimizer_bytes)}"
+            f"{ways_out(least, others, planner.step.optimizer_bytes)}"
         )
         if not self.estimates.optimizer_in_backward:
             other = self.estimates.in_backward().needed(count)
@@ -335,7 +335,7 @@ class _Search:
             try:
                 step = CopiedStep(
                     estimates.model,
-                    estimates.make_inputs(candidate.size, self.first.model_device),
+                    estimates.make_inputs(candidate.size, self.first.step.model_device),
                     estimates.optimizer,
                     estimates.loss or mean_of,
                     fake=False,

@@ -20,16 +20,17 @@ from zoo.api.plan import planner_for
 from zoo.errors import ArgumentError, BudgetError, InputError
 from zoo.invocation import Inputs, Invocation, sizes_hint
 from zoo.loss import Loss
-from zoo.planner.plan import Plan
-from zoo.policy.budget import NO_OFFLOAD, Offload, StepPlanner, optimal_planner
-from zoo.policy.options import option_for, plan_or_option
+from zoo.policy.budget import StepPlanner
+from zoo.policy.decision import plan_for
+from zoo.policy.goal import NO_OFFLOAD, Offload, goal_for, optimal_planner, plan_or_option
 from zoo.policy.plan_report import Point
+from zoo.policy.training_step import CountedStep
 from zoo.profiling.kernel_costs import KernelCosts
 from zoo.profiling.optimizer_memory import OptimizerBytes, OptimizerOption
 from zoo.profiling.progress import shown
 from zoo.profiling.tensor_spec import KernelSpec
 from zoo.tracing.isolated_trace import TraceError
-from zoo.tracing.planned_forward import option_of
+from zoo.tracing.planned_forward import patched_forward
 from zoo.units import format_bytes
 
 Vary = int | tuple[int, ...] | Callable[[int], Inputs]
@@ -59,22 +60,26 @@ def plan_policy(
             return Point(*costs, report.plan, offloaded=report.offloaded, offloads=report.offloads)
 
         return best
-    option = option_of(model) if checkpoint is None else None
-    if option is not None:
-        option = replace(option, offload=offload)
-    else:
-        given = False if checkpoint is None else checkpoint
-        option = option_for(given, None, max_overhead, offload=offload)
+    patched = patched_forward(model) if checkpoint is None else None
+    given = False if checkpoint is None else checkpoint
+    goal = goal_for(given, offload=offload) if patched is None else patched.goal
+    if goal is not None:
+        goal = replace(goal, offload=offload)
 
     @functools.cache
     def decided(planner: StepPlanner) -> Point:
-        plan, offloads = Plan.keep_all(planner.steps), frozenset[int]()
+        if goal is None:
+            return planner.step.of_model(planner.baseline)
         try:
-            if option is not None:
-                plan, _, offloads, _ = option.plan_for(planner, runs_kernels=False)
-            return planner.of_model(planner.point(plan, offloads))
+            if patched is not None and goal.is_bounded:
+                own = StepPlanner(planner.step.trained_as(patched.training), offload)
+                limit = own.bytes_of(goal.memory_budget) if goal.max_overhead is None else None
+                chosen = own.roomy(own.chosen(limit, goal.max_overhead))
+            else:
+                chosen = plan_for(goal, planner.step.without_loss(), measures=False)
+            return planner.step.of_model(planner.point(chosen.plan, chosen.offloads))
         except BudgetError as error:
-            if option is None or not option.is_bounded:
+            if not goal.is_bounded:
                 # the host has no room
                 raise
             raise ArgumentError(
@@ -120,11 +125,13 @@ class SizeEstimates:
 
     def _needed(self, count: int, planner: StepPlanner, budget: float) -> int:
         # a limit on the overhead needs measured seconds
-        is_timed = planner.is_here and self.max_overhead is not None and not planner.kernels
+        step = planner.step
+        can_measure = step.is_here and not step.kernels
+        is_timed = can_measure and self.max_overhead is not None
         peak = (planner.least if is_timed else self.policy(planner, None)).peak
-        if planner.is_here and peak <= budget and not planner.kernels:
-            planner = planner.with_kernels(self._kernels(count, planner))
-            self.planners[count] = planner
+        if can_measure and peak <= budget:
+            measured = step.with_kernels(self._kernels(count, step))
+            self.planners[count] = planner = StepPlanner(measured, self.offload)
             peak = self.policy(planner, None).peak
         self.needs[count] = peak
         _log.info("size %d needs %s", count * self.unit, format_bytes(peak))
@@ -171,7 +178,7 @@ class SizeEstimates:
                 optimizer_in_backward=self.optimizer_in_backward,
                 offload=self.offload,
             )
-            self.optimizer_bytes = planner.optimizer_bytes
+            self.optimizer_bytes = planner.step.optimizer_bytes
         except Exception as error:
             error.add_note(f"this happened at size {size}")
             is_refusal = isinstance(error, TraceError) and error.raised
@@ -184,7 +191,7 @@ class SizeEstimates:
     def _smallest_known(self) -> int:
         return min(count for count, planner in self.planners.items() if planner is not None)
 
-    def _kernels(self, count: int, large: StepPlanner) -> Kernels:
+    def _kernels(self, count: int, large: CountedStep) -> Kernels:
         """Runs each kind of kernel, or extrapolates from a smaller size at which that is faster.
 
         Sizes in between run, too: small ones predict large ones badly, since launching a kernel
@@ -192,7 +199,8 @@ class SizeEstimates:
         """
         size, estimate = self._smallest_known(), list[KernelCosts | None]()
         operators = [spec and spec.operator for spec in large.profile.specs]
-        while size < count and (small := self.trace(size)) is not None:
+        while size < count and (planner := self.trace(size)) is not None:
+            small = planner.step
             if [spec and spec.operator for spec in small.profile.specs] != operators:
                 break
             kernels = small.kernels or small.profile.kernels()

@@ -47,6 +47,7 @@ class InputKind:
         spec: the spec of the inputs that were planned for last.
         branches: the branch to begin with last; for a budget those of plans for larger inputs, too.
         outside: those to take in their place if the backward leaves the autocast of the forward.
+        fits_autocast: whether the branches are for a backward inside of it, too.
         took_no_branch: whether the last forward went by none of them; `last_forward` is its trace,
             if it could be traced ahead.
         can_be_planned: whether no planning failed.
@@ -56,6 +57,7 @@ class InputKind:
     spec: InputSpec
     branches: list[PlannedBranch] = field(default_factory=list)
     outside: list[PlannedBranch] = field(default_factory=list)
+    fits_autocast: bool = True
     took_no_branch: bool = False
     last_forward: LastForward | None = None
     can_be_planned: bool = True

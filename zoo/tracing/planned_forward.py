@@ -63,8 +63,10 @@ from zoo.invocation import InputSpec, Invocation, needs_gradients
 from zoo.models.model import Model
 from zoo.planner.plan import RoomyPlan
 from zoo.planner.schemes import SegmentsError
-from zoo.policy.budget import EITHER, INSIDE, OUTSIDE, Sides, StepPlanner
-from zoo.policy.options import Option
+from zoo.policy.decision import TracedStep, plans_for
+from zoo.policy.goal import Goal
+from zoo.policy.judge import EITHER, INSIDE, OUTSIDE, Sides
+from zoo.policy.training_step import TrainingStep
 from zoo.profiling.event_recorder import caches_casts
 from zoo.profiling.isolation import PLANNING
 from zoo.profiling.progress import shown
@@ -185,7 +187,8 @@ class PatchedForward(Patch):
     nothing needs a gradient, the original forward runs.
 
     Attributes:
-        option: what the user chose, from which plans are made.
+        goal: what the plans are to reach.
+        training: how the program trains the model.
         patterns: the modules that the user named as blocks.
         latest: the branch that the last forward ran by, or that was planned after it; None before
             the first.
@@ -196,11 +199,12 @@ class PatchedForward(Patch):
     def __init__(
         self,
         module: nn.Module,
-        option: Option,
-        patterns: Sequence[str] | None,
+        goal: Goal,
+        training: TrainingStep,
+        patterns: Sequence[str] | None = None,
     ) -> None:
         super().__init__(module)
-        self.option, self.patterns = option, patterns
+        self.goal, self.training, self.patterns = goal, training, patterns
         self.notices = Notices(type(module).__name__)
         blocks = {path: module.get_submodule(path) for path in paths_of(module, patterns)}
         # the kernels of a compiled block are invisible
@@ -216,7 +220,7 @@ class PatchedForward(Patch):
                 "blocks that a plan shall recompute uncompiled",
             )
         self.cache = PlanCache()
-        offload = option.offload
+        offload = goal.offload
         # a copy or a pickle has host memory of its own
         self.host = HostMemory(offload.host_budget) if offload.is_on else None
         self.latest: PlannedBranch | None = None
@@ -229,8 +233,6 @@ class PatchedForward(Patch):
         # whether backwards run outside of an autocast that is around the forward; None before one
         # has run
         self.leaves_autocast: bool | None = None
-        # whether the plan fits both
-        self.fits_autocast = True
 
     def __getstate__(self) -> dict[str, object]:
         fresh = {"cache": PlanCache(), "latest": None, "traced": None, "has_run": False}
@@ -254,7 +256,7 @@ class PatchedForward(Patch):
             if is_exporting():
                 return self.__wrapped__(*args, **kwargs)
             if self.marks:
-                if self.option.binds_first_step:
+                if self.goal.binds_first_step:
                     compile_time()(_warn_of_blocks_alone)
                 # the marks of the blocks recompute them
                 self.notices.is_compiled = True
@@ -298,9 +300,9 @@ class PatchedForward(Patch):
             return outputs
         outputs = self._run_planned(invocation, forward, is_copy)
         self.has_run = True
-        if self.leaves_autocast is None and self.option.is_bounded and caches_casts():
+        if self.leaves_autocast is None and self.goal.is_bounded and caches_casts():
             self._watch_autocast(outputs)
-        if not self.option.step.holds_outputs:
+        if not self.training.holds_outputs:
             self._watch(outputs)
         return outputs
 
@@ -314,11 +316,12 @@ class PatchedForward(Patch):
         if self.leaves_autocast is not None:
             return
         self.leaves_autocast = not caches_casts()
-        for kind in [*self.cache.kinds.values()]:
+        kinds = [*self.cache.kinds.values()]
+        for kind in kinds:
             if self.leaves_autocast and kind.outside:
                 kind.branches = kind.outside
             kind.outside = []
-        if not self.leaves_autocast and not self.fits_autocast:
+        if not (self.leaves_autocast or all(kind.fits_autocast for kind in kinds)):
             # planned for again, with what the backward holds
             self.cache = PlanCache()
             self.notices.warn(
@@ -410,7 +413,7 @@ class PatchedForward(Patch):
             # not in place: during a sort other threads would find the list empty
             kind.branches = sorted(kind.branches, key=lambda branch: branch is first)
         self.latest = conductor.branch
-        if self.option.is_bounded and self._is_to_be_planned(kind, spec):
+        if self.goal.is_bounded and self._is_to_be_planned(kind, spec):
             # else the next forward is traced, whatever it does
             with contextlib.suppress(ArgumentError):
                 trace = self._trace_ahead(invocation)
@@ -434,7 +437,7 @@ class PatchedForward(Patch):
         """Returns whether a forward is traced, since no branch is known for it, and planned for."""
         is_new = kind.lacks_branch and kind.can_be_planned
         # under a profiler no kernel can be measured
-        waits = self.has_run and self.option.is_bounded and is_profiling()
+        waits = self.has_run and self.goal.is_bounded and is_profiling()
         return is_new and not waits and self.cache.plannings(spec) < self.cache.most_plannings
 
     def _is_trained(self, invocation: Invocation) -> bool:
@@ -453,7 +456,7 @@ class PatchedForward(Patch):
 
     def _trace_ahead(self, invocation: Invocation) -> StepTrace:
         with PLANNING:
-            loss, is_judged = self.option.step.loss, self.option.is_bounded
+            loss, is_judged = self.training.loss, self.goal.is_bounded
             trace = functools.partial(step_trace_of, is_judged=is_judged)
             return without_modes(trace, self.module(), invocation, loss)
 
@@ -474,7 +477,7 @@ class PatchedForward(Patch):
                 return None if kind.branches else self.plan_ahead(invocation)
         except (ArgumentError, BudgetError, PlanError) as error:
             refused = error
-        binds = self.option.binds_first_step or isinstance(refused, RunsLaterError)
+        binds = self.goal.binds_first_step or isinstance(refused, RunsLaterError)
         if isinstance(refused, TraceError) and not binds:
             # a real step may be traced
             return
@@ -494,7 +497,7 @@ class PatchedForward(Patch):
 
     def _is_of_another_path(self, error: Exception) -> bool:
         """Returns whether a report is for other steps, as of other arguments than a trainer's."""
-        return self.option.report is not None and type(error) is PlanError
+        return self.goal.report is not None and type(error) is PlanError
 
     def _go_by_blocks(self, kind: InputKind, error: Exception) -> None:
         """Warns that inputs of this kind run block by block from now on."""
@@ -518,13 +521,13 @@ class PatchedForward(Patch):
         if active_fake_mode() is not None:
             # a step on fake tensors takes no memory
             return False
-        can_be_real = self.option.plan is not None or not self.option.binds_first_step
+        can_be_real = self.goal.plan is not None or not self.goal.binds_first_step
         if can_be_real and any(map(is_spread, self.module().parameters())):
             # spread parameters cannot be traced ahead
             return False
-        option = self.option
+        goal = self.goal
         # a step that only fits with offloading must not run without it
-        is_first = option.binds_first_step or option.is_count or option.offload.is_on
+        is_first = goal.binds_first_step or goal.is_count or goal.offload.is_on
         return is_first or isinstance(self.module(), Model)
 
     def _trace(self, invocation: Invocation, spec: InputSpec, kind: InputKind) -> PyTree:
@@ -540,7 +543,7 @@ class PatchedForward(Patch):
             assert not is_fake, "a trace leaves the gradients of the program as they were"
             trace.graph.visits = conductor.visits
             self.plan_for(TracedForward(invocation, spec, trace, conductor.operators))
-            if self.option.step.loss is not None:
+            if self.training.loss is not None:
                 self.notices.warn(
                     "loss",
                     "%s takes another path, which is planned for without the bytes of loss=: its "
@@ -548,7 +551,7 @@ class PatchedForward(Patch):
                 )
         except (ArgumentError, BudgetError, PlanError) as error:
             refusals = SegmentsError, BudgetError
-            is_refused = self.option.binds_first_step or isinstance(error, refusals)
+            is_refused = self.goal.binds_first_step or isinstance(error, refusals)
             runs_on = self.has_run or isinstance(error, RunsLaterError)
             if not runs_on and is_refused and not self._is_of_another_path(error):
                 raise
@@ -592,8 +595,8 @@ class PatchedForward(Patch):
         ]
         pairs = [*zip(branches, plans, strict=True)]
         fitting = [branch for branch, plan in pairs if not plan.leaves_autocast]
-        self.fits_autocast = bool(fitting)
-        new, kind.outside = fitting or branches, [b for b in branches[::-1] if b not in fitting]
+        new, kind.fits_autocast = fitting or branches, bool(fitting)
+        kind.outside = [b for b in branches[::-1] if b not in fitting]
         kind.spec, kind.branches = spec, [*kind.branches, *reversed(new)]
         self.latest = branches[0]
 
@@ -604,10 +607,12 @@ class PatchedForward(Patch):
         module = self.module()
         outline = partition(module, trace, paths_of(module, self.patterns))
         sides: Sides = OUTSIDE
-        if self.leaves_autocast is not True and caches_casts():
+        if self.goal.is_bounded and self.leaves_autocast is not True and caches_casts():
             sides = EITHER if self.leaves_autocast is None else INSIDE
-        step = StepPlanner(module, outline, invocation.tensors, sides=sides)
-        return outline, self.option.plans_for(step, has_run=self.has_run)
+        return outline, self._plans(TracedStep(module, outline, invocation.tensors, sides))
+
+    def _plans(self, traced: TracedStep) -> Sequence[RoomyPlan]:
+        return plans_for(self.goal, self.training, traced, has_run=self.has_run)
 
 
 def _has_fake_gradients(module: nn.Module) -> bool:
@@ -637,7 +642,7 @@ def named_steps(model: nn.Module) -> Sequence[str] | None:
     return None if patched is None else patched.patterns
 
 
-def option_of(model: nn.Module) -> Option | None:
-    """Returns the option that is in force on a model; None without one."""
+def goal_of(model: nn.Module) -> Goal | None:
+    """Returns the goal of the plans that are in force on a model; None without one."""
     patched = patched_forward(model)
-    return None if patched is None else patched.option
+    return None if patched is None else patched.goal

@@ -27,8 +27,8 @@ from zoo.errors import ArgumentError, PlanError
 from zoo.models.densenet import DenseNet
 from zoo.models.preactivation_resnet import PreactivationResNet
 from zoo.models.resnet import ResNet, basic, bottleneck
-from zoo.policy import options as checkpointing
-from zoo.policy.options import option_for
+from zoo.policy import decision
+from zoo.policy.goal import goal_for
 from zoo.profiling.kernel_costs import is_of_kind
 from zoo.profiling.peak_memory import trace
 
@@ -162,9 +162,9 @@ def test_the_plan_is_none_until_the_first_training_forward(checkpoint: Any) -> N
 def test_a_plan_is_made_once_for_each_kind_of_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(
-        checkpointing,
+        decision,
         "least_memory",
-        lambda costs, real=checkpointing.least_memory: (made.append(1), real(costs))[1],
+        lambda costs, real=decision.least_memory: (made.append(1), real(costs))[1],
     )
     model = put_in_force(Residuals(), True)
     for size in (6, 6, 9, 6, 9):
@@ -208,7 +208,7 @@ def test_bfloat16_autocast_is_exact(checkpoint: Any) -> None:
 )
 def test_an_option_that_is_none_is_refused(checkpoint: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        option_for(checkpoint, None, None)
+        goal_for(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_a_model_with_a_plan_compiles_whole() -> None:
 def test_a_plan_of_another_device_warns_once(
     made_for: str, warnings: int, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    checkpointing._warn_of_device.cache_clear()
+    decision._warn_of_device.cache_clear()
     file = tmp_path / "plan.json"
     replace(zoo.plan(Net(), images(8), max_overhead=9.0), device=made_for).save(file)
     model = zoo.checkpoint(Net(), str(file))
@@ -337,7 +337,7 @@ def test_a_plan_of_another_device_warns_once(
 def test_a_plan_of_another_device_is_verified_and_looked_at_without_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    checkpointing._warn_of_device.cache_clear()
+    decision._warn_of_device.cache_clear()
     report = zoo.plan(Residuals(), images(8), max_overhead=9.0, device="a100")
     assert report.device == "a100"
     assert zoo.verify(Residuals(), images(8), report, steps=1).exact

@@ -1,0 +1,131 @@
+"""Judges plans: what a training step by a plan takes, as the engine itself runs it.
+
+    plan  ->  dry step (tracing.dry_steps)  ->  log  ->  bytes at the peak (planner.dry_step)
+
+A dry step is the model's own, on fake tensors, by the engine with the plan in force. Where none can
+run, a plan is taken to miss its costs by the steps by as much as the last one that was judged did.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from zoo.planner.costs import computed_once
+from zoo.planner.dry_step import DryStep, Gradients, Row, StepBytes, bytes_of_step
+from zoo.planner.plan import Plan
+from zoo.policy.plan_report import PeakBytes, Point
+from zoo.policy.training_step import CountedStep
+from zoo.profiling.isolation import FailedCall
+
+# for the steps that a plan is to fit, whether the backward runs outside of an autocast around the
+# model, which holds its casts of weights until it is left
+Sides = tuple[bool, ...]
+OUTSIDE, INSIDE, EITHER = (True,), (False,), (True, False)
+# a plan of the model, the first steps of its items on the host, and a side of autocast
+Request = tuple[Plan, tuple[int, ...], bool]
+
+
+class Judge:
+    """Judges plans of a step; a plan for several `sides` of autocast takes the most of them."""
+
+    def __init__(self, step: CountedStep, sides: Sides = OUTSIDE) -> None:
+        self.step, self.sides = step, sides
+        self._known: dict[Request, StepBytes | None] = {}
+        # by how much the last judged peak was above that by the costs of the steps
+        self._error = 0
+
+    @computed_once
+    def baseline(self) -> Point:
+        """The plan that recomputes nothing."""
+        return self.judged(self.keeps_all, self.sides[:1])
+
+    @computed_once
+    def keeps_all(self) -> Point:
+        """The plan that recomputes nothing, by the costs of the steps."""
+        return self.step.point(Plan.keep_all(len(self.step.costs)))
+
+    def judged(self, proposal: Point, sides: Sides = ()) -> Point:
+        """Returns a plan, given with its costs by the steps, with what a dry step by it takes."""
+        plan = self.step.of_model(proposal).plan
+        step = self.judgement(plan, proposal.offloads, sides)
+        if step is not None:
+            # a dry step makes the state of cuDNN's dropout, which others find and a segment copies
+            copied = self.step.dropout_state if proposal.plan.depth() else 0
+            self._error = self.step.peak(step.peak + copied, step.held) - proposal.peak
+        return replace(proposal, peak=proposal.peak + self._error)
+
+    def judgement(
+        self, plan: Plan, offloads: Sequence[int] = (), sides: Sides = ()
+    ) -> StepBytes | None:
+        """Returns what a dry step by a plan of the model takes, at most; None if none tells."""
+        steps = [self._dry_step((plan, (*offloads,), side)) for side in sides or self.sides]
+        known = [step for step in steps if step is not None]
+        if len(known) < len(steps):
+            return None
+        return max(known, key=lambda step: self.step.peak(step.peak, step.held))
+
+    def has_judged(self, point: Point) -> bool:
+        """Returns whether dry steps on all sides told what a plan takes."""
+        plan = self.step.of_model(point).plan
+        return all(self._known.get((plan, point.offloads, side)) for side in self.sides)
+
+    def _dry_step(self, request: Request) -> StepBytes | None:
+        outline = self.step.outline
+        if outline.dry_step is None:
+            return None
+        if request not in self._known:
+            plan, offloads, leaves_autocast = request
+            cuts, holds_outputs = outline.cuts[: self.step.steps], self.step.training.holds_outputs
+            dry_step = DryStep(plan, cuts, frozenset(offloads), holds_outputs, leaves_autocast)
+            log = outline.dry_step(dry_step)
+            self._known[request] = None if isinstance(log, FailedCall) else self.bytes_of_log(log)
+        return self._known[request]
+
+    def bytes_of_log(self, log: Sequence[Row]) -> StepBytes:
+        """Returns what a dry step takes, from its log."""
+        step, profile = self.step, self.step.profile
+        rates = profile.rates(step.rated, step.kernels)
+        updates, accumulates = step.optimizer_bytes.updates, step.training.accumulates
+        gradients = Gradients(profile.gradient_bytes, updates, accumulates)
+        return bytes_of_step(log, step.rounding, rates, gradients)
+
+    def bytes_at_peak(self, point: Point) -> StepBytes:
+        """Returns what a step by a plan takes; by the costs of the steps if no dry step tells."""
+        step, costs = self.step, self.step.costs
+        judged = self.judgement(step.of_model(point).plan, point.offloads)
+        if judged is not None:
+            return judged
+        result = step.simulate(point.plan, step.costs_with_gradients, point.offloads)
+        moment, left = result.moment, costs.parameter_gradients
+        gradients = 0 if moment.gradient_of is None else left[moment.gradient_of]
+        remaining = step.profile.remaining
+        return StepBytes(
+            phase=moment.phase,
+            operator=step.outline.cuts[moment.step],
+            kept=moment.kept,
+            recomputed=moment.recomputed,
+            gradients=gradients,
+            between=moment.state + moment.gradient - gradients,
+            work=moment.work,
+            held=costs.bytes_of(costs.held_until_end),
+            activations=step.simulate(point.plan, costs, point.offloads).peak,
+            seconds=result.recomputed_seconds,
+            flops=result.recomputed_flops,
+            returned=costs.bytes_of(costs.held_until_end - remaining),
+            remaining=costs.bytes_of(remaining),
+        )
+
+    def at_peak(self, point: Point) -> PeakBytes:
+        """Splits the bytes of a judged plan's peak into categories."""
+        step, fixed, at = self.step, self.step.fixed, self.bytes_at_peak(point)
+        kept, recomputed, between, work = at.kept, at.recomputed, at.between, at.work
+        if fixed.optimizer_peak + at.held > step.resident + at.peak:
+            phase, gradients = "step of the optimizer", fixed.gradients
+            kept, recomputed, between, work = at.held, 0, 0, fixed.scratch
+        else:
+            number = step.outline.step_of(at.operator)
+            phase = f"{at.phase} of {(*step.outline.names, 'the loss')[number]}"
+            gradients = at.gradients + fixed.gradients * step.training.accumulates
+        same = fixed.parameters, fixed.buffers, fixed.inputs, fixed.optimizer
+        parts = *same, gradients, kept, recomputed, between, work
+        reserve = point.peak - sum(parts) - fixed.libraries
+        return PeakBytes(phase, *parts, reserve, fixed.libraries)
