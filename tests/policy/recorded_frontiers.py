@@ -27,19 +27,19 @@ def frontiers(name: str) -> list[list[Best]]:
     It runs on emulated CUDA.
     """
     # imported late, since only the process on emulated CUDA needs torch's CUDA
-    from dataclasses import replace  # noqa: PLC0415
-
     import torch  # noqa: PLC0415
 
     from tests.policy.recorded_steps import planner_of  # noqa: PLC0415
     from zoo.planner.costs import CopyRate  # noqa: PLC0415
-    from zoo.policy import budget  # noqa: PLC0415
+    from zoo.policy.budget import StepPlanner  # noqa: PLC0415
+    from zoo.policy.goal import Offload  # noqa: PLC0415
+    from zoo.policy.training_step import CountedStep  # noqa: PLC0415
     from zoo.profiling.kernel_costs import rated_device  # noqa: PLC0415
 
     device: Any = rated_device("h200", torch.device("meta"))
-    budget.StepPlanner.copies = CopyRate(device.to_host)
+    CountedStep.copies = CopyRate(device.to_host)
     planner = planner_of(name)
-    offloading = replace(planner, offload=budget.Offload(is_on=True))
+    offloading = StepPlanner(planner.step, Offload(is_on=True))
     return [[_fastest(one, share) for share in SHARES] for one in (planner, offloading)]
 
 

@@ -137,7 +137,7 @@ def test_the_peak_is_told_apart_to_the_byte(family: str) -> None:
 
 def test_for_a_cuda_device_each_storage_takes_whole_blocks_and_on_the_cpu_its_bytes() -> None:
     model, x = nn.Sequential(nn.Linear(13, 515), nn.GELU(), nn.Linear(515, 3)), torch.rand(31, 13)
-    here, there = (planner_for(model, x, device=device) for device in ("cpu", "a100"))
+    here, there = (planner_for(model, x, device=device).step for device in ("cpu", "a100"))
     assert there.costs.sizes == tuple(rounded_up(size, BLOCK) for size in here.costs.sizes)
     assert here.fixed.parameters == sum(p.nbytes for p in model.parameters())
     assert there.fixed.parameters == sum(rounded_up(p.nbytes, BLOCK) for p in model.parameters())
