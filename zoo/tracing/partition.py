@@ -34,7 +34,6 @@ import inspect
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -42,8 +41,8 @@ from torch import nn
 from zoo.engine.kernel_segments import Visit
 from zoo.errors import ArgumentError, nearest
 from zoo.models.model import Model
-from zoo.planner.event_cuts import useful_cuts
-from zoo.planner.step_events import Allocated, KernelRun, Saved, Viewed
+from zoo.planner.event_costs import StorageUses, storages_used, useful_cuts
+from zoo.planner.step_events import KernelRun, Saved, Viewed
 from zoo.profiling.step_profile import Outline
 from zoo.tracing.isolated_trace import RunsLaterError, StepTrace
 from zoo.tracing.tracer import Call, Graph
@@ -58,26 +57,13 @@ CAST = "aten._to_copy"
 ROWS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-@dataclass(slots=True)
-class _StorageUses:
-    """The storages that an operator read, wrote and allocated.
-
-    It wrote those in `unrepeatable` in a way that no replay repeats.
-    """
-
-    read: set[int] = field(default_factory=set)
-    written: set[int] = field(default_factory=set)
-    allocated: set[int] = field(default_factory=set)
-    unrepeatable: set[int] = field(default_factory=set)
-
-
 def partition(model: nn.Module, trace: StepTrace, blocks: Collection[str]) -> Outline:
     """Cuts a model's training step into steps; `blocks` are the paths of its blocks.
 
     Raises:
         RunsLaterError: the forward calls no operator.
     """
-    graph, uses_of = trace.graph, _uses_of(trace)
+    graph, uses_of = trace.graph, storages_used(trace.events.forward)
     calls = [
         call for call in graph.calls if call.index in uses_of and call.index < graph.model_operators
     ]
@@ -134,21 +120,6 @@ def _useful(starts: Sequence[int], calls: Sequence[Call], trace: StepTrace) -> l
     return [starts[number] for number in numbers]
 
 
-def _uses_of(trace: StepTrace) -> dict[int, _StorageUses]:
-    """Returns the storages that each operator used, if there are any."""
-    uses: defaultdict[int, _StorageUses] = defaultdict(_StorageUses)
-    for index, event in trace.events.forward:
-        if isinstance(event, Allocated):
-            uses[index].allocated.add(event.storage)
-        elif isinstance(event, Viewed):
-            uses[index].read.add(event.storage)
-        elif isinstance(event, KernelRun):
-            uses[index].read |= event.reads
-            uses[index].written |= event.writes
-            uses[index].unrepeatable |= event.writes & event.keeps
-    return uses
-
-
 def _functions(trace: StepTrace, matrices: Container[int]) -> dict[int, int]:
     """Returns for each operator inside of a function's call the first operator of its layer.
 
@@ -194,7 +165,7 @@ def _layers(calls: Sequence[Call], matrices: Container[int]) -> Iterator[Sequenc
 
 
 def _cuts(
-    calls: Sequence[Call], uses_of: dict[int, _StorageUses], functions: Mapping[int, int]
+    calls: Sequence[Call], uses_of: dict[int, StorageUses], functions: Mapping[int, int]
 ) -> list[int]:
     """Returns the positions among the calls where steps begin."""
     joined = bytearray(len(calls) + 1)
@@ -215,7 +186,7 @@ def _cuts(
             joined[position] = leading is not None or is_inside
             leading = position if leading is None else leading
             continue
-        is_write = not uses.written.isdisjoint(latest)
+        is_write = not uses.writes.isdisjoint(latest)
         if not _is_light(call, uses_of):
             joined[position] = leading is not None or is_inside
             leading = None
@@ -225,7 +196,7 @@ def _cuts(
             or (
                 position
                 and call.within == calls[position - 1].within
-                and uses.read
+                and uses.reads
                 # not the first of a function that computes
                 and first not in working
             )
@@ -235,15 +206,15 @@ def _cuts(
             leading = position
         if is_write:
             joined[kernel + 1 : position + 1] = b"\1" * (position - kernel)
-        made_at |= dict.fromkeys(uses.allocated, position)
-        if uses.unrepeatable:
+        made_at |= dict.fromkeys(uses.makes, position)
+        if uses.keeps:
             # the step contains the kernel that made the storage: a replay needs no earlier content
-            start = min(made_at.get(storage, position) for storage in uses.unrepeatable)
+            start = min(made_at.get(storage, position) for storage in uses.keeps)
             joined[start + 1 : position + 1] = b"\1" * (position - start)
-        if uses.written:
+        if uses.writes:
             leading = None
-        if uses.allocated or uses.written:
-            kernel, latest = position, uses.read | uses.allocated
+        if uses.makes or uses.writes:
+            kernel, latest = position, uses.reads | uses.makes
     if leading:
         joined[leading] = True
     return [position for position in range(len(calls)) if not (position and joined[position])]
@@ -252,7 +223,7 @@ def _cuts(
 class _Names:
     """Names steps after their modules; also after operators if a module spans several steps."""
 
-    def __init__(self, model: nn.Module, uses_of: dict[int, _StorageUses]) -> None:
+    def __init__(self, model: nn.Module, uses_of: dict[int, StorageUses]) -> None:
         self.modules, self.uses_of = dict(model.named_modules()), uses_of
 
     def of(self, parts: Sequence[Sequence[Call]]) -> list[str]:
@@ -266,7 +237,7 @@ class _Names:
         ]
 
     def _names(self, call: Call) -> bool:
-        return not _is_light(call, self.uses_of) or bool(self.uses_of[call.index].written)
+        return not _is_light(call, self.uses_of) or bool(self.uses_of[call.index].writes)
 
     def _name(self, call: Call, around: Container[str]) -> str:
         path = _path(call)
@@ -294,15 +265,15 @@ def _blocks(
     return blocks
 
 
-def _is_light(call: Call, uses_of: dict[int, _StorageUses]) -> bool:
+def _is_light(call: Call, uses_of: dict[int, StorageUses]) -> bool:
     """Returns whether an operator makes nothing to keep: a view, an empty tensor, a counter.
 
     Copies count, too: whether a tensor is copied for another shape depends on sizes and device.
     """
-    return not uses_of[call.index].allocated or call.operator.startswith(LIGHT)
+    return not uses_of[call.index].makes or call.operator.startswith(LIGHT)
 
 
-def _shapes(calls: Sequence[Call], uses_of: dict[int, _StorageUses]) -> tuple[tuple[int, ...], ...]:
+def _shapes(calls: Sequence[Call], uses_of: dict[int, StorageUses]) -> tuple[tuple[int, ...], ...]:
     """Returns the shape of the first result of a step's last kernel; others are its own."""
     kernels = [call for call in calls if not _is_light(call, uses_of)] or calls
     return kernels[-1].shapes[:1]
