@@ -42,10 +42,9 @@ from zoo.engine.kernel_segments import Visit
 from zoo.errors import ArgumentError, nearest
 from zoo.models.model import Model
 from zoo.planner.event_costs import StorageUses, storages_used, useful_cuts
-from zoo.planner.step_events import KernelRun, Saved, Viewed
+from zoo.planner.step_events import Call, KernelRun, Saved, StepEvents, Viewed
 from zoo.profiling.step_profile import Outline
 from zoo.tracing.isolated_trace import RunsLaterError, StepTrace
-from zoo.tracing.tracer import Call, Graph
 
 # kernels whose results a later kernel fills, or that copy a tensor for another layout
 LIGHT = ("aten.empty", "aten.new_empty", "aten.clone")
@@ -63,9 +62,11 @@ def partition(model: nn.Module, trace: StepTrace, blocks: Collection[str]) -> Ou
     Raises:
         RunsLaterError: the forward calls no operator.
     """
-    graph, uses_of = trace.graph, storages_used(trace.events.forward)
+    events, uses_of = trace.events, storages_used(trace.events.forward)
     calls = [
-        call for call in graph.calls if call.index in uses_of and call.index < graph.model_operators
+        call
+        for call in events.operators[: events.model_operators]
+        if not call.is_query and call.index in uses_of
     ]
     if not calls:
         raise RunsLaterError(
@@ -79,34 +80,34 @@ def partition(model: nn.Module, trace: StepTrace, blocks: Collection[str]) -> Ou
     parts = [calls[start:end] for start, end in itertools.pairwise([*starts, len(calls)])]
     # views belong to the kernel that reads them, which names the step and its block
     kernels = [[call for call in part if not _is_light(call, uses_of)] for part in parts]
-    visits = _blocks(calls, blocks, graph.visits)
+    visits = _blocks(calls, blocks, events.visits)
     of_call = {call.index: visit for call, visit in zip(calls, visits, strict=True)}
     firsts = [of_call[(some or part)[0].index] for some, part in zip(kernels, parts, strict=True)]
     runs = itertools.groupby(firsts)
     # a step of several kernels, which an in-place write holds together, may be a segment alone
     counts = [len({functions.get(call.index, call.index) for call in part}) for part in kernels]
-    cuts = _first_operators(starts, calls, graph)
+    cuts = _first_operators(starts, calls, events)
     names = _Names(model, uses_of).of(parts)
     return Outline(
         names=tuple(names),
         blocks=tuple(number for number, (_, run) in enumerate(runs) for _ in run),
         whole=frozenset(number for number, count in enumerate(counts) if count > 1),
-        events=trace.events,
+        events=events,
         specs=trace.specs,
         lines=tuple(next((call.line for call in part if call.line), "") for part in parts),
         shapes=tuple(_shapes(part, uses_of) for part in parts),
-        parameters=_parameters(graph, [*cuts, graph.model_operators]),
-        cuts=(*cuts, *([graph.model_operators] if trace.has_loss else ())),
+        parameters=_parameters(events, [*cuts, events.model_operators]),
+        cuts=(*cuts, *([events.model_operators] if trace.has_loss else ())),
         dry_step=trace.dry_step,
     )
 
 
-def _first_operators(starts: Sequence[int], calls: Sequence[Call], graph: Graph) -> list[int]:
+def _first_operators(starts: Sequence[int], calls: Sequence[Call], events: StepEvents) -> list[int]:
     """Returns the first operator of each step: the one after the last call of the step before.
 
     Queries before it belong to that step, whose custom function may yet save its tensors.
     """
-    noted = [call.index for call in graph.calls]
+    noted = [call.index for call in events.operators if not call.is_query]
     lasts = [calls[start - 1].index if start else -1 for start in starts]
     return [noted[bisect.bisect_right(noted, last)] if last >= 0 else 0 for last in lasts]
 
@@ -114,9 +115,10 @@ def _first_operators(starts: Sequence[int], calls: Sequence[Call], graph: Graph)
 def _useful(starts: Sequence[int], calls: Sequence[Call], trace: StepTrace) -> list[int]:
     """Leaves out starts of steps that no plan gains by."""
     # the events of the model alone, so that steps do not depend on whether the loss is known
-    events = trace.events.before(trace.graph.model_operators) if trace.has_loss else trace.events
+    events = trace.events
+    events = events.before(events.model_operators) if trace.has_loss else events
     within = [calls[start].within for start in starts]
-    numbers = useful_cuts(events, _first_operators(starts, calls, trace.graph), within)
+    numbers = useful_cuts(events, _first_operators(starts, calls, events), within)
     return [starts[number] for number in numbers]
 
 
@@ -137,10 +139,10 @@ def _functions(trace: StepTrace, matrices: Container[int]) -> dict[int, int]:
     # a segment may begin behind a cast of autocast, since the result takes half of the bytes
     calls = (
         call
-        for call in trace.graph.calls
-        if call.function[0] and not call.operator.startswith((CAST, COMPLETING))
+        for call in trace.events.operators
+        if call.function and not call.operator.startswith((CAST, COMPLETING))
     )
-    for _, group in itertools.groupby(calls, key=lambda call: call.function[0]):
+    for _, group in itertools.groupby(calls, key=lambda call: call.function):
         for layer in _layers([*group], matrices):
             indices = [call.index for call in layer]
             first_of |= {index: min(first_of.get(index, index), indices[0]) for index in indices}
@@ -279,13 +281,11 @@ def _shapes(calls: Sequence[Call], uses_of: dict[int, StorageUses]) -> tuple[tup
     return kernels[-1].shapes[:1]
 
 
-def _parameters(graph: Graph, cuts: Sequence[int]) -> tuple[frozenset[int], ...]:
+def _parameters(events: StepEvents, cuts: Sequence[int]) -> tuple[frozenset[int], ...]:
     """Returns the parameters that steps use, also by views alone."""
-    indices = [call.index for call in graph.calls]
-    starts = (bisect.bisect_left(indices, cut) for cut in cuts)
     return tuple(
-        frozenset().union(*(call.parameters for call in graph.calls[start:end]))
-        for start, end in itertools.pairwise(starts)
+        frozenset().union(*(call.parameters for call in events.operators[start:end]))
+        for start, end in itertools.pairwise(cuts)
     )
 
 
