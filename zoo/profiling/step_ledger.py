@@ -47,9 +47,12 @@ class StepLedger(StepMode):
     Attributes:
         rows: the log.
         operator: returns the number of the operator of the forward that runs.
+        regenerates: returns whether an operator that runs is one by which autograd regenerates a
+            fake view.
     """
 
     operator: Callable[[], int]
+    regenerates: Callable[[Operator], bool]
 
     def __init__(self, numbers: Mapping[str, int], *, shares_casts: bool = False) -> None:
         super().__init__()
@@ -128,6 +131,8 @@ class StepLedger(StepMode):
         if self._is_forward:
             new = self.operator() + 1 - len(self._nodes)
             self._nodes += [sequence_number()] * new
+            if self.regenerates(func):
+                self._note_regenerated(args[0])
             self._graph.note_kernel(inputs, has_hooks=True)
         if func is not LIFT:
             # what was made outside of the trace's sight is there from here on

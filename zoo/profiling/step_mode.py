@@ -109,6 +109,8 @@ class StepMode(KernelMode):
         # how many autograd nodes there were when each operator was dispatched
         self._nodes: list[int] = []
         self._saved_by: dict[int, list[SavedMemory]] = {}  # by the autograd node
+        # nodes whose real counterparts copy the gradient
+        self._copying: set[int] = set()
         self._is_forward = True
         # the autograd node that runs, and the operator that made it
         self._node, self._operator_of_node = 0, AT_END
@@ -201,6 +203,15 @@ class StepMode(KernelMode):
         saved.memory.is_opened |= not self._is_forward
         return self.unpack(saved)
 
+    def _note_regenerated(self, base: Tensor) -> None:
+        """Notes an operator by which autograd regenerates a fake view that was written in place.
+
+        For a real one it makes a single node instead, whose backward allocates the whole gradient
+        of the view's base; views of complex numbers are regenerated as fake ones are.
+        """
+        if not base.is_complex() and not base._is_view():
+            self._copying.add(sequence_number() - 1)
+
     def _operator_of(self, node: int) -> int:
         """Returns the number of the operator that made an autograd node."""
         return bisect.bisect_right(self._nodes, node)
@@ -210,7 +221,7 @@ class StepMode(KernelMode):
         if late := self._saved_by.pop(before, None):
             self._saved_by.setdefault(self._node, []).extend(late)
         self._operator_of_node = self._operator_of(self._node)
-        return False
+        return self._node in self._copying
 
     def _on_end(self) -> None:
         saved = self._saved_by.pop(self._node, [])

@@ -131,8 +131,6 @@ class StepRecorder(StepMode):
         self._gradients: set[int] = set()
         # the mode in which saved tensors are opened as fakes; None in the forward
         self._fake_mode: FakeTensorMode | None = None
-        # autograd nodes whose real counterparts copy the gradient
-        self._copying: set[int] = set()
         self._paths = {} if model is None else {id(m): path for path, m in model.named_modules()}
         owned = [] if model is None else [*model.parameters()]
         self._parameters = {id(parameter): number for number, parameter in enumerate(owned)}
@@ -383,15 +381,6 @@ class StepRecorder(StepMode):
                 break
             forward[position] = start, event
 
-    def _note_regenerated(self, base: Tensor) -> None:
-        """Notes an operator by which autograd regenerates a fake view that was written in place.
-
-        For a real one it makes a single node instead, whose backward allocates the whole gradient
-        of the view's base; views of complex numbers are regenerated as fake ones are.
-        """
-        if not base.is_complex() and not base._is_view():
-            self._copying.add(sequence_number() - 1)
-
     def note(self, row: Event) -> None:
         """Adds an event to those of the operator, or of the autograd node, that runs."""
         if self._of_node is None:
@@ -484,9 +473,9 @@ class StepRecorder(StepMode):
         self._events.backward.append(NodeRun(operator, self._of_node))
 
     def _on_node(self, node: Node) -> bool:
-        super()._on_node(node)
+        is_copied = super()._on_node(node)
         self._begin_node(self._operator_of_node)
-        return self._node in self._copying
+        return is_copied
 
 
 class _Running(NamedTuple):

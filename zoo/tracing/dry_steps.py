@@ -129,6 +129,15 @@ class DrySteps:
         host = HostMemory() if step.offloads else None
         conductor = Conductor([branch], ledger.hooks(), host)
         ledger.operator = functools.partial(_operator_of, conductor, at)
+        # what only fake tensors dispatch
+        others = {*range(end)}.difference(at)
+
+        def regenerates(operator: Operator) -> bool:
+            index = conductor.index - 1
+            is_here = thread.conductor is conductor and not thread.replaying
+            return is_here and index in others and self.dispatched[index] is operator
+
+        ledger.regenerates = regenerates
 
         def forward() -> PyTree:
             with inside:
