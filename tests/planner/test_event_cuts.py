@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from zoo.planner.event_cuts import useful_cuts
+from zoo.planner.event_costs import useful_cuts
 from zoo.planner.step_events import Allocated, Event, KernelRun, NodeRun, Saved, StepEvents
 
 

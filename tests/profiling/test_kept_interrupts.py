@@ -20,9 +20,9 @@ import zoo
 from tests.training import Residuals, images, needs_numpy
 from zoo._torch import FakeTensorMode
 from zoo.profiling import kept_interrupts
-from zoo.profiling.event_recorder import EventRecorder
 from zoo.profiling.kept_interrupts import interrupts_kept, take_interrupt
 from zoo.profiling.progress import shown
+from zoo.profiling.step_recorder import StepRecorder
 
 
 @pytest.fixture(autouse=True)
@@ -271,7 +271,7 @@ def test_an_interrupt_where_no_exception_can_pass_ends_the_block(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_as_a_tensor_is_freed_ends_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zoo.profiling.isolation.can_fork", lambda: False)
-    free: Any = EventRecorder._free
+    free: Any = StepRecorder._free
     seen: list[Any] = []
 
     @functools.wraps(free)
@@ -281,7 +281,7 @@ def test_an_interrupt_as_a_tensor_is_freed_ends_a_plan(monkeypatch: pytest.Monke
             press()
         free(self, *given)
 
-    monkeypatch.setattr(EventRecorder, "_free", pressed)
+    monkeypatch.setattr(StepRecorder, "_free", pressed)
     with pytest.raises(KeyboardInterrupt):
         plan()
     assert seen

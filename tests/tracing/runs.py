@@ -13,16 +13,27 @@ from torch import Tensor, nn
 
 from tests.tracing.models import Net, UNet
 from zoo.invocation import Invocation
-from zoo.tracing.tracer import Graph, Tracer
+from zoo.planner.step_events import Call, StepEvents
+from zoo.profiling.step_recorder import StepRecorder
 
 
-def traced(model: nn.Module, invocation: Invocation) -> Graph:
-    """Returns the graph of a forward on real tensors."""
-    tracer = Tracer(model)
-    with tracer:
+def traced(model: nn.Module, invocation: Invocation) -> StepEvents:
+    """Returns the operators of a forward on real tensors."""
+    recorder = StepRecorder(model)
+    with recorder:
         invocation.on(model)
-    tracer.note_end_of_model()
-    return tracer.graph
+    recorder.note_end_of_model()
+    return recorder.events
+
+
+def calls_in(events: StepEvents) -> list[Call]:
+    """Returns the operators of a forward but for queries."""
+    return [call for call in events.operators if not call.is_query]
+
+
+def names_in(events: StepEvents) -> list[str]:
+    """Returns the names of the operators of a forward."""
+    return [call.operator for call in events.operators]
 
 
 class InPlace(nn.Module):

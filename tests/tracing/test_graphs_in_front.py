@@ -252,7 +252,7 @@ def test_a_backward_that_fails_on_fakes_ends_no_training(
     def fails(*_: Any) -> None:
         raise ValueError("not on fakes")
 
-    monkeypatch.setattr("zoo.profiling.event_recorder.EventRecorder._on_node", fails)
+    monkeypatch.setattr("zoo.profiling.step_recorder.StepRecorder._on_node", fails)
     expected = trained("checkpoint", "an argument", None)
     assert_same(trained("checkpoint", "an argument", {"checkpoint": True}), expected)
     assert "runs block by block" in caplog.text

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import zoo
 from tests.tracing.models import Net, UNet
 from tests.training import assert_same, images, train
+from zoo.profiling.step_recorder import StepRecorder
 from zoo.tracing import isolated_trace
 from zoo.tracing.plan_cache import PlanCache
 from zoo.tracing.planned_forward import patched_forward
-from zoo.tracing.tracer import Tracer
 
 pytestmark = pytest.mark.usefixtures("without_fork")
 
@@ -46,11 +46,11 @@ def count_traces(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """Returns a list that gets each model that is traced from now on."""
     traced: list[nn.Module] = []
 
-    def tracer(model: nn.Module) -> Tracer:
+    def recorder(model: nn.Module, *inputs: Any, **options: Any) -> StepRecorder:
         traced.append(model)
-        return Tracer(model)
+        return StepRecorder(model, *inputs, **options)
 
-    monkeypatch.setattr(isolated_trace, "Tracer", tracer)
+    monkeypatch.setattr(isolated_trace, "StepRecorder", recorder)
     return traced
 
 

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zoo
-from tests.tracing.runs import Deciding, traced
+from tests.tracing.runs import Deciding, calls_in, names_in, traced
 from zoo.errors import ArgumentError
 from zoo.invocation import Invocation
-from zoo.planner.step_events import Allocated, Gradient, KernelRun
+from zoo.planner.step_events import Allocated, Gradient, KernelRun, StepEvents
 from zoo.profiling.isolation import FailedCall
 from zoo.tracing import isolated_trace
 from zoo.tracing.isolated_trace import StepTrace, step_trace_of
-from zoo.tracing.tracer import Graph
 
 TABLE: list[int] = []
 
@@ -33,8 +32,8 @@ def scale_of(count: int) -> Tensor:
     return torch.full((), float(count))
 
 
-def graph_of(model: nn.Module, given: Invocation, loss: Any = None) -> Graph:
-    return step_trace_of(model, given, loss).graph
+def events_of(model: nn.Module, given: Invocation, loss: Any = None) -> StepEvents:
+    return step_trace_of(model, given, loss).events
 
 
 def divisors_in(trace: StepTrace) -> list[Any]:
@@ -79,24 +78,24 @@ def state_of(model: Busy) -> list[Any]:
 def test_nothing_of_a_look_is_left_behind(capfd: pytest.CaptureFixture[str]) -> None:
     model, given = Busy(), Invocation((torch.rand(4, 6),))
     before = state_of(model)
-    graph = graph_of(model, given)
+    events = events_of(model, given)
     assert state_of(model) == before
     assert capfd.readouterr().out == ""
-    assert graph.operators == graph_of(model, given).operators
+    assert names_in(events) == names_in(events_of(model, given))
     first = traced(model, given)
     assert model.counts["forward"] == 1
-    assert len(first.calls) >= len(graph.calls) > 5
+    assert len(calls_in(first)) >= len(calls_in(events)) > 5
 
 
 def test_on_a_copy_streams_and_parameters_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zoo.profiling.isolation.can_fork", lambda: False)
     model, given = Deciding(), Invocation((torch.rand(4, 6),))
     before = torch.get_rng_state(), [value.clone() for value in model.parameters()]
-    graph = graph_of(model, given)
-    assert "aten._local_scalar_dense.default" in graph.operators
+    events = events_of(model, given)
+    assert "aten._local_scalar_dense.default" in names_in(events)
     assert torch.equal(before[0], torch.get_rng_state())
     assert all(map(torch.equal, before[1], model.parameters()))
-    assert graph.operators == graph_of(model, given).operators
+    assert names_in(events) == names_in(events_of(model, given))
 
 
 class Reading(nn.Module):
@@ -125,10 +124,10 @@ def test_numbers_made_without_data_are_known(kept: bool) -> None:
     mask = torch.ones(4, 1, dtype=torch.bool)
     mask[0] = kept
     trace = step_trace_of(model, Invocation((torch.rand(4, 6, device="meta"), mask)))
-    graph, divisors = trace.graph, divisors_in(trace)
-    assert graph.operators.count("aten.tanh.default") == 9
+    events, divisors = trace.events, divisors_in(trace)
+    assert names_in(events).count("aten.tanh.default") == 9
     assert divisors[:3] == [10, 4, 6]
-    assert graph.operators[-1] == (
+    assert names_in(events)[-1] == (
         "aten._local_scalar_dense.default" if kept else "aten.mul.Tensor"
     )
     assert model.times == 2
@@ -173,8 +172,8 @@ def test_lists_that_modules_share_stay_shared(forks: bool, monkeypatch: pytest.M
     monkeypatch.setattr(isolated_trace, "LARGEST", 0)
     model = Sharing()
     held = model.results[0]
-    graph = graph_of(model, Invocation((torch.rand(4, 6),)))
-    assert graph.operators[-1] == "aten.mul.Tensor"
+    events = events_of(model, Invocation((torch.rand(4, 6),)))
+    assert names_in(events)[-1] == "aten.mul.Tensor"
     assert model.results[0] is held is model.named["result"]
 
 
@@ -199,11 +198,11 @@ def test_numbers_that_are_not_there_are_refused_where_it_is_large(
 ) -> None:
     monkeypatch.setattr(isolated_trace, "LARGEST", 10)
     with pytest.raises(ArgumentError, match=r"reads numbers out of tensors.*first training step"):
-        graph_of(kind(), Invocation((torch.empty(4, 6, device="meta"),)))
+        events_of(kind(), Invocation((torch.empty(4, 6, device="meta"),)))
     monkeypatch.setattr(isolated_trace, "LARGEST", 1 << 20)
     monkeypatch.setattr(isolated_trace, "MOST_MADE", 10)
     with pytest.raises(ArgumentError, match="reads numbers out of tensors"):
-        graph_of(kind(), Invocation((torch.empty(4, 6, device="meta"),)))
+        events_of(kind(), Invocation((torch.empty(4, 6, device="meta"),)))
 
 
 class Picky(nn.Module):
@@ -222,14 +221,14 @@ class Picky(nn.Module):
 
 def test_what_fails_on_fakes_alone_is_traced_on_real_tensors() -> None:
     given = Invocation((torch.rand(4, 6),))
-    assert graph_of(Picky(), given).operators == graph_of(nn.Linear(6, 6), given).operators
+    assert names_in(events_of(Picky(), given)) == names_in(events_of(nn.Linear(6, 6), given))
 
 
 def test_what_fails_on_fakes_and_is_large_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolated_trace, "LARGEST", 10)
     text = r"ahead on fake tensors, on which it raises AssertionError: no FakeT.*\(.*trace.py:\d+\)"
     with pytest.raises(ArgumentError, match=text):
-        graph_of(Picky(), Invocation((torch.rand(4, 6),)))
+        events_of(Picky(), Invocation((torch.rand(4, 6),)))
 
 
 def test_a_trace_that_fails_where_the_forward_does_not_is_no_matter_of_inputs() -> None:
@@ -257,24 +256,24 @@ def test_errors_of_a_trace_name_the_line(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(isolated_trace, "LARGEST", 10)
     text = r"reads numbers out of tensors \(tests/tracing/test_isolated_trace.py:\d+\)"
     with pytest.raises(ArgumentError, match=text):
-        graph_of(Guarded(), Invocation((torch.empty(4, 6, device="meta"),)))
+        events_of(Guarded(), Invocation((torch.empty(4, 6, device="meta"),)))
 
 
 def test_inputs_may_be_real_fake_or_meta() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.GELU())
     with FakeTensorMode():
         fake = torch.rand(4, 6)
-    found = [graph_of(model, Invocation((x,))) for x in (torch.rand(4, 6), fake, fake.to("meta"))]
+    found = [events_of(model, Invocation((x,))) for x in (torch.rand(4, 6), fake, fake.to("meta"))]
     assert found[0] == found[1] == found[2]
 
 
 def test_a_model_on_the_meta_device_is_traced_as_one_on_the_cpu() -> None:
     """Meta tensors would run other kernels of LSTMs and attention than any device."""
-    graphs = [
-        graph_of(nn.LSTM(6, 6, device=device), Invocation((torch.rand(4, 6, device=device),)))
+    traces = [
+        events_of(nn.LSTM(6, 6, device=device), Invocation((torch.rand(4, 6, device=device),)))
         for device in ("meta", "cpu")
     ]
-    on_meta, on_cpu = ([str(call.operator) for call in graph.calls] for graph in graphs)
+    on_meta, on_cpu = ([str(call.operator) for call in calls_in(events)] for events in traces)
     assert on_meta == on_cpu
 
 
@@ -297,13 +296,13 @@ def test_what_a_forward_raises_is_told_with_its_line() -> None:
         ArgumentError,
         match=r"Failing does not take.*KeyError: 'no such word' \(.*isolated_trace.py:\d+",
     ):
-        graph_of(Failing("raises"), given)
+        events_of(Failing("raises"), given)
     with pytest.raises(ArgumentError, match=r"RuntimeError: .*\(4x5 and 6x6\)"):
-        graph_of(Failing("no"), given)
+        events_of(Failing("no"), given)
     with pytest.raises(ArgumentError, match="ended the process"):
-        graph_of(Failing("dies"), given)
+        events_of(Failing("dies"), given)
     with pytest.raises(ArgumentError, match=r"loss=wrong fails on what the model returns"):
-        graph_of(nn.Linear(5, 6), given, wrong)
+        events_of(nn.Linear(5, 6), given, wrong)
 
 
 def wrong(output: Tensor) -> Tensor:
@@ -312,11 +311,11 @@ def wrong(output: Tensor) -> Tensor:
 
 def test_the_loss_is_behind_the_model() -> None:
     model = zoo.checkpoint(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), steps=["0", "1"])
-    graph = graph_of(model, Invocation((torch.rand(4, 6),)), lambda y: y.square().sum())
-    verbs = [call.verb for call in graph.calls]
-    assert verbs[: graph.model_operators][-1] == "tanh"
-    assert verbs[graph.model_operators :] == ["square", "sum"]
-    assert graph.visits == {("0", 0): 0, ("1", 0): graph.operators.index("aten.tanh.default")}
+    events = events_of(model, Invocation((torch.rand(4, 6),)), lambda y: y.square().sum())
+    verbs = [call.verb for call in calls_in(events)]
+    assert verbs[: events.model_operators][-1] == "tanh"
+    assert verbs[events.model_operators :] == ["square", "sum"]
+    assert events.visits == {("0", 0): 0, ("1", 0): names_in(events).index("aten.tanh.default")}
 
 
 class Penalty(nn.Module):
@@ -334,7 +333,7 @@ def test_a_backward_inside_of_the_forward_is_seen() -> None:
     model, given = Penalty(), Invocation((torch.rand(4, 6),))
     # threads of a backward, which a fork does not take along
     given.on(model).backward()
-    assert "aten.tanh_backward.default" in graph_of(model, given).operators
+    assert "aten.tanh_backward.default" in names_in(events_of(model, given))
 
 
 @pytest.mark.parametrize("forks", [True, False])
@@ -343,15 +342,15 @@ def test_hooks_for_all_modules_act(forks: bool, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr("zoo.profiling.isolation.can_fork", lambda: False)
     handle = nn.modules.module.register_module_forward_hook(lambda *call: call[-1].sin())
     try:
-        graph = graph_of(nn.Linear(6, 6), Invocation((torch.rand(4, 6),)))
+        events = events_of(nn.Linear(6, 6), Invocation((torch.rand(4, 6),)))
     finally:
         handle.remove()
-    assert graph.operators[-1] == "aten.sin.default"
+    assert names_in(events)[-1] == "aten.sin.default"
 
 
 def test_parameters_without_a_size_are_refused() -> None:
     with pytest.raises(ArgumentError, match="lazy parameters, which have no size yet; call"):
-        graph_of(nn.LazyLinear(3), Invocation((torch.rand(4, 6),)))
+        events_of(nn.LazyLinear(3), Invocation((torch.rand(4, 6),)))
 
 
 class Collecting(nn.Module):
@@ -366,7 +365,7 @@ class Collecting(nn.Module):
 
 def test_the_backward_of_what_depends_on_numbers_is_logged() -> None:
     trace = step_trace_of(Collecting(), Invocation((torch.rand(4, 6),)))
-    assert "aten.masked_select.default" in trace.graph.operators
+    assert "aten.masked_select.default" in names_in(trace.events)
     gradients = [e for run in trace.events.backward for e in run.events if isinstance(e, Gradient)]
     assert len(gradients) == 2
 
@@ -389,7 +388,7 @@ class Shifts(nn.Module):
 def test_a_shift_makes_a_tensor_of_its_own() -> None:
     x = torch.rand(3, 4, requires_grad=True)
     trace = step_trace_of(Shifts(), Invocation.of(x))
-    shifts = [call.index for call in trace.graph.calls if "shift" in call.operator]
+    shifts = [call.index for call in calls_in(trace.events) if "shift" in call.operator]
     assert len(shifts) == 2
     of_shifts = [event for operator, event in trace.events.forward if operator in shifts]
     assert sum(isinstance(event, Allocated) for event in of_shifts) == 2
@@ -439,8 +438,8 @@ class WritesAView(nn.Module):
 
 def test_views_that_autograd_makes_again_for_fakes_are_no_operators_of_the_forward() -> None:
     model, x = WritesAView(), torch.rand(4, 6)
-    ahead, real = graph_of(model, Invocation.of(x)), traced(model, Invocation.of(x))
-    count = len(real.operators)
-    assert ahead.operators[:count] == real.operators
-    calls = [[(call.operator, call.index) for call in graph.calls] for graph in (ahead, real)]
+    ahead, real = events_of(model, Invocation.of(x)), traced(model, Invocation.of(x))
+    count = len(names_in(real))
+    assert names_in(ahead)[:count] == names_in(real)
+    calls = [[(call.operator, call.index) for call in calls_in(events)] for events in (ahead, real)]
     assert calls[0][: len(calls[1])] == calls[1]

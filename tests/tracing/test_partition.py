@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
-from tests.tracing.runs import MODELS
+from tests.tracing.runs import MODELS, names_in
 from tests.training import real_peak
 from zoo.engine.operator_effects import resolved
 from zoo.engine.recompute import segment
@@ -28,9 +28,9 @@ from zoo.planner.plan import Plan
 from zoo.planner.step_events import KernelRun
 from zoo.profiling.peak_memory import trace
 from zoo.profiling.step_profile import Outline, Profile
+from zoo.profiling.step_recorder import StepRecorder
 from zoo.tracing.isolated_trace import step_trace_of
 from zoo.tracing.partition import block_paths, partition, paths_of
-from zoo.tracing.tracer import Tracer
 
 pytestmark = pytest.mark.usefixtures("without_fork")
 
@@ -50,15 +50,15 @@ def cut(model: nn.Module, given: Invocation, **options: Any) -> Outline:
 @every
 def test_a_look_ahead_sees_the_operators_that_a_segment_will(name: str) -> None:
     model, given = made(name)
-    graph = step_trace_of(model, given).graph
-    tracer = Tracer(model)
-    with segment(), tracer:
+    ahead = names_in(step_trace_of(model, given).events)
+    recorder = StepRecorder(model)
+    with segment(), recorder:
         given.on(model)
     if name == "deciding":
         # zeros stand in for nothing here: the inputs are real
-        assert "aten._local_scalar_dense.default" in graph.operators
-    assert graph.operators == tracer.graph.operators
-    first = graph.operators[0]
+        assert "aten._local_scalar_dense.default" in ahead
+    assert ahead == names_in(recorder.events)
+    first = ahead[0]
     assert resolved(first).name() == first.replace(".", "::", 1).removesuffix(".default")
 
 

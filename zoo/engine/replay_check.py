@@ -22,6 +22,7 @@ from torch import Tensor
 
 from zoo._torch import DisableTorchDispatch
 from zoo.engine.devices import synchronize
+from zoo.engine.tensor_state import is_dense
 from zoo.errors import ArgumentError, RecomputeError
 
 # bytes of a tensor that are compared
@@ -164,16 +165,10 @@ def check_replays(*, every: int | None = None) -> Iterator[None]:
 
 def sample_of(tensor: Tensor) -> Tensor | None:
     """Returns a sample of a tensor on an accelerator; None for one that is not dense."""
-    if not _is_dense(tensor):
+    if not is_dense(tensor) or tensor.is_meta or not tensor.numel():
         return None
     with torch.inference_mode(False), DisableTorchDispatch():
         return _view(tensor).clone()
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
-    is_real = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
-    return is_real and any(tensor.is_contiguous(memory_format=form) for form in formats)
 
 
 def _view(tensor: Tensor) -> Tensor:

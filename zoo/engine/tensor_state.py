@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable
@@ -65,6 +66,15 @@ def is_plain(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_quantized or tensor._is_zerotensor())
     )
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Returns whether the numbers of a tensor lie one after the other, in any order of its axes."""
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return tensor.layout is torch.strided
+    axes = zip(tensor.stride(), tensor.shape, strict=True)
+    steps, sizes = zip(*sorted(axis for axis in axes if axis[1] != 1), strict=True)
+    return [*steps] == [*itertools.accumulate((1, *sizes[:-1]), operator.mul)]
 
 
 def storage_of(tensor: Tensor) -> UntypedStorage | None:

@@ -1,13 +1,28 @@
-"""The costs of steps, from the events of a training step and the operators where steps begin.
+"""What steps use and cost, from the events of a training step and the operators where they begin.
 
 Nothing is run. A step's forward has the events between two cuts; its backward those of the autograd
 nodes that its operators made, the latest first. Both are counted for the step alone, with nothing
 of other steps but their storages: it frees none of these, and a saved tensor exists until its node
 has run.
+
+A segment begins at a cut and holds the state there. So that planning is faster, a cut between two
+operators is left out where another one is as good:
+
+    the step between two cuts                           left out    since the other cut
+    saves and allocates nothing, such as x + y, and     before it   holds no more; what follows it
+    and behind it no more is alive                                  recomputes less
+    has no gradient, such as a random mask              behind it   holds less
+    casts a weight, which autocast holds                behind it   is as good: a replay casts, too
+    writes what the step before made                    before it   holds no copy of it
+
+Among steps without gradients, such as those of a metric, a cut is kept only where less is alive
+than at both ends of their row. Cuts between modules stay, where a block may begin.
 """
 
 import bisect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from zoo.planner.costs import StepCosts
@@ -25,6 +40,35 @@ from zoo.planner.step_events import (
 )
 
 Storages = frozenset[int]
+
+
+@dataclass(slots=True)
+class StorageUses:
+    """The storages that operators read, write and make.
+
+    Those in `keeps` they make or write in a way that no replay repeats.
+    """
+
+    reads: set[int] = field(default_factory=set)
+    writes: set[int] = field(default_factory=set)
+    makes: set[int] = field(default_factory=set)
+    keeps: set[int] = field(default_factory=set)
+
+
+def storages_used(events: Iterable[tuple[int, Event]]) -> defaultdict[int, StorageUses]:
+    """Returns what the operators, or steps, of these numbers use; nothing of one without events."""
+    uses: defaultdict[int, StorageUses] = defaultdict(StorageUses)
+    for number, event in events:
+        if type(event) is Allocated:
+            uses[number].makes.add(event.storage)
+        elif type(event) is Viewed:
+            uses[number].reads.add(event.storage)
+        elif type(event) is KernelRun:
+            of_number = uses[number]
+            of_number.reads |= event.reads
+            of_number.writes |= event.writes
+            of_number.keeps |= event.keeps
+    return uses
 
 
 class Rates(NamedTuple):
@@ -92,17 +136,16 @@ class _Steps:
             e.storage for run in events.backward for e in run.events if type(e) is Gradient
         }
         self.forward: list[list[Event]] = [[] for _ in cuts]
-        for operator, event in events.forward:
-            self.forward[self.step_of(operator)].append(event)
+        of_steps = [(self.step_of(operator), event) for operator, event in events.forward]
+        for step, event in of_steps:
+            self.forward[step].append(event)
+        used = storages_used(of_steps)
+        self.uses = [used[step] for step in range(self.count)]
         # the last entry has the events before the first autograd node
         self.backward: list[list[Event]] = [[] for _ in (*cuts, None)]
         for run in events.backward:
-            self.backward[min(self.step_of(run.operator), self.count)].extend(run.events)
-        self.allocated = [
-            frozenset(event.storage for event in part if type(event) is Allocated)
-            for part in self.forward
-        ]
-        self.maker = {s: number for number, new in enumerate(self.allocated) for s in new}
+            self.backward[self.step_of(run.operator)].extend(run.events)
+        self.maker = {s: number for number, uses in enumerate(self.uses) for s in uses.makes}
         left_out = events.inputs | self.gradients
         self.saved: list[Storages] = [
             frozenset(event.storage for event in part if type(event) is Saved) - left_out
@@ -121,11 +164,8 @@ class _Steps:
 
     def _live(self) -> list[Storages]:
         """Returns for each state the storages that later steps read; for the last one, the loss."""
-        last: dict[int, int] = {}
-        for number, part in enumerate(self.forward):
-            for event in part:
-                last.update(dict.fromkeys(_reads(event), number))
-        last_step = self.allocated[-1] if self.allocated else frozenset()
+        last = {s: number for number, uses in enumerate(self.uses) for s in uses.reads}
+        last_step = self.uses[-1].makes if self.uses else set()
         ends = self.events.ends or self.events.outputs & last_step
         last.update(dict.fromkeys(ends, self.count))
         live: list[set[int]] = [set() for _ in range(self.count + 1)]
@@ -138,14 +178,14 @@ class _Steps:
 
     def peak(self, number: int, end: int | None, rates: Rates) -> int:
         """Returns the most new bytes in a step's forward, or in its events before `end`."""
-        allocated, saved, sizes = self.allocated[number], self.saved[number], self.sizes
+        made, saved, sizes = self.uses[number].makes, self.saved[number], self.sizes
         total = most = 0
         for event in self.forward[number][:end]:
             if type(event) is Allocated:
                 if event.storage not in self.gradients:
                     total += sizes[event.storage]
             elif type(event) is Freed:
-                if event.storage in allocated and event.storage not in saved:
+                if event.storage in made and event.storage not in saved:
                     total -= sizes[event.storage]
             elif type(event) is KernelRun:
                 most = max(most, total + rates.workspace(event))
@@ -154,14 +194,7 @@ class _Steps:
 
     def gradients_made(self, number: int) -> int:
         """Returns the bytes of parameters' gradients that a step's forward makes."""
-        return sum(self.sizes[storage] for storage in self.allocated[number] & self.gradients)
-
-
-def _reads(event: Event) -> Iterable[int]:
-    """Returns the storages that an event reads."""
-    if type(event) is KernelRun:
-        return event.reads
-    return (event.storage,) if type(event) is Viewed else ()
+        return sum(self.sizes[storage] for storage in self.uses[number].makes & self.gradients)
 
 
 def _until_saved(events: Sequence[Event]) -> int:
@@ -223,7 +256,7 @@ class _Backward:
                 elif type(event) is Freed or (type(event) is Gradient and self.frees(event)):
                     note(event.storage, is_alive=False)
             # gradients that the forward of the step before made exist as well
-            for storage in steps.allocated[number - 1] & gradients if number else ():
+            for storage in steps.uses[number - 1].makes & gradients if number else ():
                 note(storage, is_alive=True)
             of_states.append(totals[0])
             of_parameters.append(min(totals[1], trained))
@@ -270,3 +303,95 @@ class _Backward:
         if storage in steps.events.casts:
             return self.first_saved[storage] == number
         return storage not in steps.live[number]
+
+
+def useful_cuts(
+    events: StepEvents, cuts: Sequence[int], within: Sequence[tuple[str, ...]]
+) -> list[int]:
+    """Returns the numbers of the cuts to keep; a cut is the first operator of a step.
+
+    `within` has for each cut the modules that run there, outermost first.
+    """
+    numbers = list(range(len(cuts)))
+    for rule in (_in_row, _beside_better):
+        steps = _StepStates(events, [cuts[number] for number in numbers])
+        is_left_out = rule(steps, [within[number] for number in numbers])
+        numbers = [n for n, left_out in zip(numbers, is_left_out, strict=True) if not left_out]
+    return numbers
+
+
+class _StepStates:
+    """The steps between cuts, and the bytes of the state that each begins with."""
+
+    def __init__(self, events: StepEvents, cuts: Sequence[int]) -> None:
+        steps = _Steps(events, cuts)
+        self.uses, count = steps.uses, steps.count
+        kernels = [[e for e in part if type(e) is KernelRun] for part in steps.forward]
+        self.flops = [sum(kernel.flops for kernel in part) for part in kernels]
+        self.saves = [any(type(event) is Saved for event in part) for part in steps.forward]
+        saved = {event.storage for _, event in events.forward if type(event) is Saved}
+        # the steps of which autograd nodes run, and whether one allocates
+        self.with_nodes = {steps.step_of(run.operator) for run in events.backward}
+        self.allocates = [any(type(e) is Allocated for e in part) for part in steps.backward]
+        # whether a step makes nothing but casts of weights that autocast holds
+        self.casts = [bool(uses.makes) and uses.makes <= events.casts for uses in self.uses]
+        # bytes alive from a step on; bytes that it reads last, in all and without saved ones
+        self.begun, self.ended, self.ended_unsaved = [0] * count, [0] * count, [0] * count
+        last = {storage: step for step, uses in enumerate(self.uses) for storage in uses.reads}
+        last |= dict.fromkeys(events.outputs | events.ends, count)
+        for storage, step in steps.maker.items():
+            end, size = last.get(storage, step), events.sizes[storage]
+            if end == step or storage in events.casts:
+                continue
+            self.begun[step] += size
+            if end < count:
+                self.ended[end] += size
+                self.ended_unsaved[end] += 0 if storage in saved else size
+        self.live = [0]
+        for begun, ended in zip(self.begun, self.ended, strict=True):
+            self.live.append(self.live[-1] + begun - ended)
+
+    def is_passive(self, step: int) -> bool:
+        """Returns whether the backward has nothing to do with a step."""
+        return not (self.saves[step] or step in self.with_nodes)
+
+
+def _in_row(steps: _StepStates, within: Sequence[tuple[str, ...]]) -> list[bool]:
+    """Leaves out cuts inside a row of passive steps of one module."""
+    passive = list(map(steps.is_passive, range(len(within))))
+    continues = [
+        passive[step] and passive[step - 1] and within[step] == within[step - 1]
+        for step in range(1, len(within))
+    ]
+    left_out = [False] * len(within)
+    start = 0
+    for step, goes_on in enumerate([*continues, False], 1):
+        if not goes_on:
+            least = min(steps.live[start], steps.live[step])
+            for inner in range(start + 1, step):
+                left_out[inner] = steps.live[inner] >= least
+            start = step
+    return left_out
+
+
+def _beside_better(steps: _StepStates, within: Sequence[tuple[str, ...]]) -> list[bool]:
+    """Leaves out cuts before a step behind which less is alive, and behind a step that adds."""
+    left_out = [False] * len(within)
+    for step in range(1, len(within)):
+        before, live = step - 1, steps.live
+        is_free = not (steps.saves[step] or steps.allocates[step] or steps.ended_unsaved[before])
+        # the reader of a cast joins its step, which begins with the cast
+        is_free = is_free and not steps.casts[step]
+        shrinks = is_free and steps.begun[step] <= steps.ended_unsaved[step]
+        # no module begins with the step
+        stays = within[before][: len(within[step])] == within[step]
+        adds = steps.is_passive(before) and not steps.flops[before] and live[before] < live[step]
+        made, uses = steps.uses[before].makes, steps.uses[step]
+        is_read = not made.isdisjoint(uses.reads)
+        is_same = within[step] == within[before]
+        is_cast = steps.casts[before] and is_same
+        overwrites = not made.isdisjoint(uses.writes)
+        left_out[step] = (
+            (shrinks and stays) or (adds and is_read and is_same) or is_cast or overwrites
+        )
+    return left_out

@@ -1,5 +1,6 @@
-"""The events of a training step, as data: what its kernels allocate, free, save and compute.
+"""The log of a training step, as data: its operators, and what kernels allocate, free and save.
 
+    operators   0  aten.t       fc      1  aten.addmm    fc      2  aten.relu     act
     forward     linear   allocate 3, kernel       relu   allocate 4, kernel, save 4
     backward    relu     allocate 9, kernel, release 4, free 8
                 linear   allocate 10, kernel, gradient 10, free 9
@@ -93,13 +94,46 @@ class NodeRun(NamedTuple):
     events: list[Event]
 
 
+@dataclass(slots=True)
+class Call:
+    """One operator that the forward dispatched.
+
+    Attributes:
+        operator: its name, such as "aten.add.Tensor".
+        index: how many operators were dispatched before it.
+        is_query: whether it neither returns a tensor nor writes one; then the rest is not known.
+        within: paths of the modules whose forward was running, outermost first.
+        line: "file:line" of the model's code that called it; "" if there is none.
+        shapes: the shapes of the tensors that it returned; `bytes` are those of all of them.
+        parameters: numbers of the model's parameters among its arguments.
+        function: the number of the call of a torch function that dispatched it; 0 if there is none.
+        verb: the name of the function, else the operator's: "add" of "aten.add.Tensor".
+    """
+
+    operator: str
+    index: int = -1
+    is_query: bool = False
+    within: tuple[str, ...] = ()
+    line: str = field(default="", compare=False)
+    shapes: tuple[tuple[int, ...], ...] = ()
+    bytes: int = field(default=0, compare=False)
+    parameters: frozenset[int] = frozenset()
+    function: int = field(default=0, compare=False)
+    verb: str = field(default="", compare=False)
+
+
 @dataclass
 class StepEvents:
-    """The events of a training step.
+    """The operators and events of a training step.
 
     Storages of parameters and buffers have no number.
 
     Attributes:
+        operators: all that were dispatched, views and queries included, but for those that only
+            some forwards of a path call.
+        visits: for each call of a block the operators dispatched before it, if blocks were marked.
+        model_operators: how many of the operators are the model's; the rest are the loss's.
+        has_backward: whether a backward ran, within the forward.
         sizes: bytes of each storage.
         inputs: storages of the model's inputs.
         forward: events of the model and its loss, each with its operator.
@@ -123,6 +157,10 @@ class StepEvents:
     casts: set[int] = field(default_factory=set)
     trained: list[int] = field(default_factory=list)
     constants: list[int] = field(default_factory=list)
+    operators: list[Call] = field(default_factory=list)
+    visits: dict[tuple[str, int], int] = field(default_factory=dict)
+    model_operators: int = 0
+    has_backward: bool = False
 
     def before(self, operator: int) -> "StepEvents":
         """Returns the events before an operator: those of a model without its loss.

@@ -32,6 +32,7 @@ from torch.autograd.graph import Node
 
 from zoo._torch import interpreted_backward, sequence_number
 from zoo.engine.recompute import is_packing
+from zoo.engine.tensor_state import is_dense
 from zoo.profiling.fake_tensors import NumbersNeeded
 
 # the name of the node of a cast
@@ -148,7 +149,7 @@ class _PendingNode:
             return
         if before is None:
             self.gradients[number], self.is_shared = gradient, is_shared
-            self.is_own = not (is_shared or gradient._is_view()) and _is_dense(gradient)
+            self.is_own = not (is_shared or gradient._is_view()) and is_dense(gradient)
         elif self.is_own:
             # as the engine does if nothing else holds the gradient; a view holds its base
             before.add_(gradient)
@@ -312,14 +313,6 @@ def _leaf_of(node: Node) -> Tensor | None:
     """Returns the leaf whose gradient a node adds up; None for any other node."""
     # an autograd.Function may have an attribute named `variable`
     return None if _is_function(node) else getattr(node, "variable", None)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Returns whether a tensor fills its part of the memory."""
-    if tensor.layout is not torch.strided:
-        return False
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in steps) == tensor.numel()
 
 
 def _is_function(node: Node) -> bool:

@@ -6,17 +6,41 @@ what the program has cast must neither serve it nor be forgotten.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from zoo._torch import Args, Kwargs, Operator, PyTree
+from zoo._torch import Args, Kwargs, Operator, PyTree, is_any_autocast_enabled
 from zoo.engine.devices import accelerator
 from zoo.engine.dispatch_keys import kernel_of
 from zoo.engine.operator_effects import effects_of
 from zoo.engine.recorder import KernelMode
 from zoo.engine.tensor_state import detached
-from zoo.profiling.event_recorder import CONVERSION, is_cached
+
+CONVERSION = torch.ops.aten._to_copy.default
+
+
+def caches_casts() -> bool:
+    """Returns whether autocast holds casts of weights until the forward is over."""
+    return is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
+
+
+def is_cached(func: Operator, args: Args, result: PyTree) -> bool:
+    """Returns whether autocast caches a result: a cast of what is trained, a weight or an input."""
+    if func is not CONVERSION:
+        return False
+    source: Tensor = args[0]
+    is_trained = source.requires_grad and source.is_leaf and not source._is_view()
+    is_lower = result.dtype is torch.get_autocast_dtype(source.device.type)
+    return is_trained and is_lower and source.dtype is torch.float32
+
+
+def autocast_left(device: torch.device) -> AbstractContextManager[object]:
+    """Runs the block outside of the autocasts of a device."""
+    if not torch.is_autocast_enabled(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def autocasts_here() -> Callable[[], list[torch.autocast]]:

@@ -28,7 +28,6 @@ import contextlib
 import functools
 import itertools
 import math
-import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
@@ -49,6 +48,7 @@ from zoo._torch import (
     unset_fake_temporarily,
 )
 from zoo.engine.operator_effects import DROPOUT_STATE, effects_of, is_view
+from zoo.engine.tensor_state import is_dense
 from zoo.errors import LONGEST, in_a_line
 from zoo.profiling.cudnn_recurrent import Network, dropout_state_bytes
 from zoo.profiling.tensor_spec import CPU, KernelSpec, TensorSpec, tensors_in
@@ -185,17 +185,12 @@ def _is_plain(tensor: Tensor) -> bool:
     return is_fake and tensor.constant is None  # type: ignore[attr-defined]
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Returns whether the numbers of a tensor lie one after the other, in any order of its axes.
+def _keeps_steps(tensor: Tensor) -> bool:
+    """Returns whether a result like a tensor has its steps.
 
     Where an axis has size 1, torch says which step it gets.
     """
-    if tensor.is_contiguous():
-        return True
-    by_step = sorted(zip(tensor.stride(), tensor.shape, strict=True))
-    sizes = [size for _, size in by_step]
-    expected = itertools.accumulate([1, *sizes[:-1]], operator.mul)
-    return 1 not in sizes and [step for step, _ in by_step] == [*expected]
+    return tensor.is_contiguous() or (1 not in tensor.shape and is_dense(tensor))
 
 
 def _are_of_one_kind(tensors: Sequence[Tensor]) -> bool:
@@ -213,7 +208,7 @@ def _are_of_one_kind(tensors: Sequence[Tensor]) -> bool:
 def _are_dense(tensors: Sequence[Tensor]) -> bool:
     """Returns whether tensors are dense and of one stride, which their result has, too."""
     stride = tensors[0].stride()
-    return _is_dense(tensors[0]) and all(other.stride() == stride for other in tensors[1:])
+    return _keeps_steps(tensors[0]) and all(other.stride() == stride for other in tensors[1:])
 
 
 def _are_in_order(tensors: Sequence[Tensor]) -> bool:
@@ -329,7 +324,7 @@ def _alike(mode: FakeTensorMode, tensor: Tensor, **others: PyTree) -> PyTree:
     kind = dtype or tensor.dtype, device or tensor.device
     if of_memory is torch.contiguous_format:
         return _contiguous(mode, tensor.shape, *kind)
-    is_kept = of_memory in (None, torch.preserve_format) and _is_dense(tensor)
+    is_kept = of_memory in (None, torch.preserve_format) and _keeps_steps(tensor)
     return _empty(mode, tensor.shape, tensor.stride(), *kind) if is_kept else NotImplemented
 
 

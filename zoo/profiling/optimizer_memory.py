@@ -22,9 +22,10 @@ from zoo.errors import ArgumentError, nearest, shortened
 from zoo.optimizer.independence import optimizer_like, step_alone
 from zoo.planner.step_events import Allocated, Freed
 from zoo.profiling.caching_allocator import Rounding, rounding_of
-from zoo.profiling.event_recorder import EventRecorder, Form, UpdateBytes, form_of
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.isolation import import_for_fakes, isolated
+from zoo.profiling.step_mode import Form, UpdateBytes, form_of
+from zoo.profiling.step_recorder import StepRecorder
 from zoo.profiling.tensor_spec import CPU, tensors_in
 from zoo.units import plural
 
@@ -284,7 +285,7 @@ def _state_bytes(state: Any, rounding: Rounding, counters_on_host: bool) -> int:
 
 def _allocated(rounding: Rounding, step: Callable[..., PyTree], *parameters: Tensor) -> int:
     """Returns the most bytes that a step holds at once beside what was there before."""
-    recorder = EventRecorder(itertools.count(1).__next__, caches_casts=False)
+    recorder = StepRecorder()
     with recorder:
         step(*parameters)
     events = recorder.events.rounded(rounding)

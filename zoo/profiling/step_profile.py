@@ -15,7 +15,6 @@ from zoo.planner.dry_step import DryStep, KernelRates
 from zoo.planner.event_costs import Rates, costs_of
 from zoo.planner.step_events import KernelRun, StepEvents
 from zoo.profiling.caching_allocator import Rounding, as_requested
-from zoo.profiling.event_recorder import UpdateBytes
 from zoo.profiling.kernel_costs import (
     Device,
     KernelCosts,
@@ -23,6 +22,7 @@ from zoo.profiling.kernel_costs import (
     held_by_libraries,
     measure_kernels,
 )
+from zoo.profiling.step_mode import UpdateBytes
 from zoo.profiling.tensor_spec import KernelSpec
 
 # a floating-point type by the bytes of an element

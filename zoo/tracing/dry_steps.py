@@ -26,11 +26,11 @@ from zoo.errors import ZooError
 from zoo.invocation import Invocation, kernel_device
 from zoo.loss import Loss
 from zoo.planner.dry_step import DryStep, Row
-from zoo.profiling.cast_cache import CastCache
-from zoo.profiling.event_recorder import autocast_left, caches_casts, roots_of
+from zoo.planner.step_events import StepEvents
+from zoo.profiling.cast_cache import CastCache, autocast_left, caches_casts
 from zoo.profiling.step_ledger import StepLedger
+from zoo.profiling.step_mode import roots_of
 from zoo.profiling.tensor_spec import tensors_held_by
-from zoo.tracing.tracer import Graph
 
 
 class NotFollowedError(ZooError):
@@ -43,9 +43,9 @@ class DrySteps:
 
     Attributes:
         model, invocation: on the tensors of the trace.
-        graph: of the traced forward and its loss.
-        dispatched, positions: as in `Tracer`. On fake tensors autograd regenerates written views by
-            operators that real ones do not dispatch.
+        events: of the traced forward and its loss.
+        dispatched, positions: as in `StepRecorder`. On fake tensors autograd regenerates written
+            views by operators that real ones do not dispatch.
         kernels: the numbers of the kernels of the trace, as in `StepLedger`.
         running: the modes of a traced forward, and those of its backward.
         earlier: returns the storages that the program holds of the step before.
@@ -56,7 +56,7 @@ class DrySteps:
     model: nn.Module
     invocation: Invocation
     loss: Loss
-    graph: Graph
+    events: StepEvents
     dispatched: Sequence[Operator]
     positions: Sequence[int]
     kernels: dict[str, int]
@@ -115,20 +115,29 @@ class DrySteps:
         self, step: DryStep, ledger: StepLedger, inside: AbstractContextManager[object]
     ) -> PyTree:
         """Runs the forward by the plan; within it a mode may be `inside` of the engine's."""
-        count = self.graph.model_operators
+        count = self.events.model_operators
         end = self.positions[count] if count < len(self.positions) else len(self.dispatched)
         at = [*self.positions[:count], end]
         branch = PlannedBranch(
             self.dispatched[:end],
             [at[cut] for cut in step.cuts],
             step.plan,
-            {visit: at[index] for visit, index in self.graph.visits.items()},
+            {visit: at[index] for visit, index in self.events.visits.items()},
             offloads=step.offloads,
-            has_backward=self.graph.has_backward,
+            has_backward=self.events.has_backward,
         )
         host = HostMemory() if step.offloads else None
         conductor = Conductor([branch], ledger.hooks(), host)
         ledger.operator = functools.partial(_operator_of, conductor, at)
+        # what only fake tensors dispatch
+        others = {*range(end)}.difference(at)
+
+        def regenerates(operator: Operator) -> bool:
+            index = conductor.index - 1
+            is_here = thread.conductor is conductor and not thread.replaying
+            return is_here and index in others and self.dispatched[index] is operator
+
+        ledger.regenerates = regenerates
 
         def forward() -> PyTree:
             with inside:

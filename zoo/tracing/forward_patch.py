@@ -15,8 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo._torch import SCRIPT_COMPILER, PyTree
+from zoo._torch import SCRIPT_COMPILER, Args, Kwargs, PyTree
+from zoo.engine.segments import thread
 from zoo.errors import ArgumentError
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Returns whether a module is compiled, by `torch.compile` or its own `compile`."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 class ForwardOfClass:
@@ -156,3 +162,31 @@ class Patch:
         module = state["module"]
         own = {"module": weakref.ref(module), "class_forward": ForwardOfClass(type(module))}
         vars(self).update(state | own)
+
+
+class BlockMark(Patch):
+    """The forward of a block; tells the conductor where the block begins and ends."""
+
+    def __init__(self, module: nn.Module, path: str) -> None:
+        super().__init__(module)
+        self.path = path
+
+    @property
+    def only_marks(self) -> bool:
+        """Whether the module had no other forward than its class."""
+        return self.before is None
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """Runs the block."""
+        forward = self.of_copy(sys._getframe(1)) or self.__wrapped__
+        return self._run(forward, args, kwargs)
+
+    def _run(self, forward: Callable[..., PyTree], args: Args, kwargs: Kwargs) -> PyTree:
+        conductor = thread.conductor
+        if conductor is None:
+            return forward(*args, **kwargs)
+        conductor.enter(self.path, (*args, *kwargs.values()))
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            conductor.leave()

@@ -32,18 +32,17 @@ from zoo._torch import (
 from zoo.engine.devices import count_as_seeded
 from zoo.engine.operator_effects import DROPOUT_STATE, effects_of, is_view
 from zoo.engine.recorder import KernelMode
-from zoo.engine.saved_tensors import pack, unpack
 from zoo.engine.segments import thread
 from zoo.engine.sharded import is_spread
+from zoo.engine.tensor_state import is_plain
 from zoo.errors import ArgumentError, InputError, ZooError, in_a_line, shortened
 from zoo.invocation import Invocation, device_of, kernel_device, sizes_hint
 from zoo.loss import Loss, UnknownTargets, own_loss, with_loss_errors
 from zoo.models.model import Model
 from zoo.planner.dry_step import DryStep, Row
 from zoo.planner.step_events import StepEvents
-from zoo.profiling.cast_cache import autocasts_here
+from zoo.profiling.cast_cache import autocast_left, autocasts_here
 from zoo.profiling.cudnn_recurrent import flattened
-from zoo.profiling.event_recorder import EventRecorder, autocast_left, caches_casts
 from zoo.profiling.fake_tensors import (
     SMALL,
     FakeTensorFixes,
@@ -55,9 +54,10 @@ from zoo.profiling.fake_tensors import (
 from zoo.profiling.isolation import NO_FORK, isolated_service
 from zoo.profiling.progress import shown
 from zoo.profiling.source_location import line_of_traceback
+from zoo.profiling.step_recorder import StepRecorder
 from zoo.profiling.tensor_spec import KernelSpec, TensorSpec, tensors_held_by, tensors_in
 from zoo.tracing.dry_steps import DrySteps
-from zoo.tracing.tracer import Graph, Tracer, is_compiled, plain
+from zoo.tracing.forward_patch import BlockMark, is_compiled
 
 T = TypeVar("T")
 # the most bytes of parameters, buffers and inputs, and of kernels' results, for a trace on real
@@ -81,18 +81,16 @@ class RunsLaterError(TraceError):
 
 
 class StepTrace(NamedTuple):
-    """The operators and events of a training step, as data that can be pickled.
+    """The log of a training step, as data that can be pickled.
 
     Attributes:
-        graph: the operators of the model and of its loss.
-        events: those of forward and backward.
+        events: the operators of the model and of its loss, and the events of forward and backward.
         specs: the different kernel calls by their numbers in the events.
         has_loss: whether a loss is part of the step.
         dry_step: runs a dry step where the trace ran, and returns its log, or a `FailedCall`; None
             for a trace that is not kept for that.
     """
 
-    graph: Graph
     events: StepEvents
     specs: Sequence[KernelSpec | None]
     has_loss: bool
@@ -153,24 +151,15 @@ class RealStep:
     """
 
     def __init__(self, model: nn.Module, invocation: Invocation) -> None:
-        self.tracer, self.inputs = Tracer(model), invocation.tensors
-        self.device = kernel_device(model)
-        self.event_recorder = EventRecorder(
-            self.tracer.operators_so_far, caches_casts=caches_casts(), hooks=(pack, unpack)
-        )
-        self.event_recorder.note_owned(model)
-        self.event_recorder.note_inputs(invocation.tensors)
-        self._entered = contextlib.ExitStack()
+        self.recorder = StepRecorder(model, invocation.tensors, is_real=True)
+        self.inputs, self.device = invocation.tensors, kernel_device(model)
 
     def __enter__(self) -> "RealStep":
-        with contextlib.ExitStack() as entered:
-            entered.enter_context(self.event_recorder)
-            entered.enter_context(self.tracer)
-            self._entered = entered.pop_all()
+        self.recorder.__enter__()
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._entered.close()
+        self.recorder.__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def trace(self, outputs: PyTree) -> StepTrace:
         """Returns the trace of the step, whose forward returned these outputs.
@@ -178,19 +167,18 @@ class RealStep:
         Raises:
             TraceError: sizes of inputs or outputs are no numbers, or the backward fails on fakes.
         """
-        self.tracer.note_end_of_model()
-        roots = self.event_recorder.note_ends(tensors_held_by(outputs), None)
+        self.recorder.note_end_of_model()
+        roots = self.recorder.note_ends(tensors_held_by(outputs), None)
         try:
             with on_fakes(), autocast_left(self.device):
-                self.event_recorder.run_backward(roots)
+                self.recorder.run_backward(roots)
         except Exception as error:
             # the real backward may have none
             check_sizes([*self.inputs, *tensors_held_by(outputs)])
             raise TraceError(
                 f"its backward on fake tensors raises {in_a_line(error, 400)}; a real one may not"
             ) from error
-        recorder = self.event_recorder
-        return StepTrace(self.tracer.graph, recorder.events, recorder.specs, has_loss=False)
+        return StepTrace(self.recorder.events, self.recorder.specs, has_loss=False)
 
 
 def check_sizes(tensors: Iterable[Tensor]) -> None:
@@ -324,17 +312,14 @@ class _Forward:
         invocation: Invocation,
         fixes: FakeTensorFixes | None = None,
     ) -> StepTrace:
-        tracer = Tracer(model)
-        tracer.mark(self.blocks)
-        event_recorder = EventRecorder(tracer.operators_so_far, caches_casts=caches_casts())
-        event_recorder.note_owned(model)
-        event_recorder.note_inputs(invocation.tensors)
-        with _running(model, fixes, self.may_compile), replaced(thread, "conductor", tracer):
-            with event_recorder, tracer, event_recorder.hooks():
+        self._mark(model)
+        recorder = StepRecorder(model, invocation.tensors)
+        with _running(model, fixes, self.may_compile), replaced(thread, "conductor", recorder):
+            with recorder, recorder.hooks():
                 outputs = invocation.on(model)
-                tracer.note_end_of_model()
+                recorder.note_end_of_model()
                 loss = self.loss(outputs)
-            roots = event_recorder.note_ends(tensors_held_by(outputs), loss)
+            roots = recorder.note_ends(tensors_held_by(outputs), loss)
             has_loss = loss is not None
             if inspect.iscoroutine(outputs):
                 # Python warns of one that nothing awaits
@@ -345,18 +330,24 @@ class _Forward:
                 on_fakes() if fixes is None else fixes.questions_allowed(),
                 autocast_left(self.device),
             ):
-                event_recorder.run_backward(roots)
+                recorder.run_backward(roots)
             if self.kept is not None:
-                steps = self._dry_steps(model, invocation, tracer, event_recorder, fixes)
+                steps = self._dry_steps(model, invocation, recorder, fixes)
                 self.kept[:] = [steps]
-        return StepTrace(tracer.graph, event_recorder.events, event_recorder.specs, has_loss)
+        return StepTrace(recorder.events, recorder.specs, has_loss)
+
+    def _mark(self, model: nn.Module) -> None:
+        """Marks the blocks of a traced model, but those that a plan in force has marked."""
+        blocks = {path: model.get_submodule(path) for path in self.blocks}
+        for path, block in blocks.items():
+            if not (isinstance(vars(block).get("forward"), BlockMark) or is_compiled(block)):
+                BlockMark(block, path).install()
 
     def _dry_steps(
         self,
         model: nn.Module,
         invocation: Invocation,
-        tracer: Tracer,
-        event_recorder: EventRecorder,
+        recorder: StepRecorder,
         fixes: FakeTensorFixes | None,
     ) -> DrySteps:
         may_compile, autocasts = self.may_compile, autocasts_here()
@@ -373,14 +364,14 @@ class _Forward:
             model,
             invocation,
             self.loss,
-            tracer.graph,
-            tracer.dispatched,
-            tracer.positions,
-            event_recorder.kernels,
+            recorder.events,
+            recorder.dispatched,
+            recorder.positions,
+            recorder.kernels,
             running,
             contextlib.nullcontext if fixes is None else fixes.questions_allowed,
-            event_recorder.remaining,
-            event_recorder.constants,
+            recorder.remaining,
+            recorder.constants,
             model is self.model,
         )
 
@@ -405,7 +396,7 @@ class _Forward:
     def _spec(self, tensor: Tensor) -> TensorSpec:
         """Returns the spec of a tensor; one on the meta device counts as on the kernels' device."""
         device = self.device if tensor.is_meta else tensor.device
-        return TensorSpec.of(plain(tensor))._replace(device=device)
+        return TensorSpec.of(_plain(tensor))._replace(device=device)
 
     def _trace_error(self, error: BaseException) -> TraceError | InputError:
         """Returns the error to raise for an error of the forward."""
@@ -469,6 +460,19 @@ def on_fakes() -> Iterator[None]:
     mode = active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
     with disable_current_modes(), mode, FakeTensorFixes(mode):
         yield
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Returns a tensor; raises TypeError unless it is a plain strided one."""
+    if not is_plain(tensor):
+        kinds = {"nested ": tensor.is_nested, "quantized ": tensor.is_quantized}
+        kinds["memoryless zero "] = tensor._is_zerotensor()
+        kind = next((kind for kind, is_it in kinds.items() if is_it), "")
+        way_out = "" if tensor.layout is torch.strided else "; one that is a buffer can be"
+        raise TypeError(
+            f"a {kind}tensor of {tensor.layout} and class {type(tensor).__name__}{way_out}"
+        )
+    return tensor
 
 
 def _has_data(tensor: Tensor) -> bool:

@@ -34,7 +34,6 @@ import inspect
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -42,11 +41,10 @@ from torch import nn
 from zoo.engine.kernel_segments import Visit
 from zoo.errors import ArgumentError, nearest
 from zoo.models.model import Model
-from zoo.planner.event_cuts import useful_cuts
-from zoo.planner.step_events import Allocated, KernelRun, Saved, Viewed
+from zoo.planner.event_costs import StorageUses, storages_used, useful_cuts
+from zoo.planner.step_events import Call, KernelRun, Saved, StepEvents, Viewed
 from zoo.profiling.step_profile import Outline
 from zoo.tracing.isolated_trace import RunsLaterError, StepTrace
-from zoo.tracing.tracer import Call, Graph
 
 # kernels whose results a later kernel fills, or that copy a tensor for another layout
 LIGHT = ("aten.empty", "aten.new_empty", "aten.clone")
@@ -58,28 +56,17 @@ CAST = "aten._to_copy"
 ROWS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-@dataclass(slots=True)
-class _StorageUses:
-    """The storages that an operator read, wrote and allocated.
-
-    It wrote those in `unrepeatable` in a way that no replay repeats.
-    """
-
-    read: set[int] = field(default_factory=set)
-    written: set[int] = field(default_factory=set)
-    allocated: set[int] = field(default_factory=set)
-    unrepeatable: set[int] = field(default_factory=set)
-
-
 def partition(model: nn.Module, trace: StepTrace, blocks: Collection[str]) -> Outline:
     """Cuts a model's training step into steps; `blocks` are the paths of its blocks.
 
     Raises:
         RunsLaterError: the forward calls no operator.
     """
-    graph, uses_of = trace.graph, _uses_of(trace)
+    events, uses_of = trace.events, storages_used(trace.events.forward)
     calls = [
-        call for call in graph.calls if call.index in uses_of and call.index < graph.model_operators
+        call
+        for call in events.operators[: events.model_operators]
+        if not call.is_query and call.index in uses_of
     ]
     if not calls:
         raise RunsLaterError(
@@ -93,34 +80,34 @@ def partition(model: nn.Module, trace: StepTrace, blocks: Collection[str]) -> Ou
     parts = [calls[start:end] for start, end in itertools.pairwise([*starts, len(calls)])]
     # views belong to the kernel that reads them, which names the step and its block
     kernels = [[call for call in part if not _is_light(call, uses_of)] for part in parts]
-    visits = _blocks(calls, blocks, graph.visits)
+    visits = _blocks(calls, blocks, events.visits)
     of_call = {call.index: visit for call, visit in zip(calls, visits, strict=True)}
     firsts = [of_call[(some or part)[0].index] for some, part in zip(kernels, parts, strict=True)]
     runs = itertools.groupby(firsts)
     # a step of several kernels, which an in-place write holds together, may be a segment alone
     counts = [len({functions.get(call.index, call.index) for call in part}) for part in kernels]
-    cuts = _first_operators(starts, calls, graph)
+    cuts = _first_operators(starts, calls, events)
     names = _Names(model, uses_of).of(parts)
     return Outline(
         names=tuple(names),
         blocks=tuple(number for number, (_, run) in enumerate(runs) for _ in run),
         whole=frozenset(number for number, count in enumerate(counts) if count > 1),
-        events=trace.events,
+        events=events,
         specs=trace.specs,
         lines=tuple(next((call.line for call in part if call.line), "") for part in parts),
         shapes=tuple(_shapes(part, uses_of) for part in parts),
-        parameters=_parameters(graph, [*cuts, graph.model_operators]),
-        cuts=(*cuts, *([graph.model_operators] if trace.has_loss else ())),
+        parameters=_parameters(events, [*cuts, events.model_operators]),
+        cuts=(*cuts, *([events.model_operators] if trace.has_loss else ())),
         dry_step=trace.dry_step,
     )
 
 
-def _first_operators(starts: Sequence[int], calls: Sequence[Call], graph: Graph) -> list[int]:
+def _first_operators(starts: Sequence[int], calls: Sequence[Call], events: StepEvents) -> list[int]:
     """Returns the first operator of each step: the one after the last call of the step before.
 
     Queries before it belong to that step, whose custom function may yet save its tensors.
     """
-    noted = [call.index for call in graph.calls]
+    noted = [call.index for call in events.operators if not call.is_query]
     lasts = [calls[start - 1].index if start else -1 for start in starts]
     return [noted[bisect.bisect_right(noted, last)] if last >= 0 else 0 for last in lasts]
 
@@ -128,25 +115,11 @@ def _first_operators(starts: Sequence[int], calls: Sequence[Call], graph: Graph)
 def _useful(starts: Sequence[int], calls: Sequence[Call], trace: StepTrace) -> list[int]:
     """Leaves out starts of steps that no plan gains by."""
     # the events of the model alone, so that steps do not depend on whether the loss is known
-    events = trace.events.before(trace.graph.model_operators) if trace.has_loss else trace.events
+    events = trace.events
+    events = events.before(events.model_operators) if trace.has_loss else events
     within = [calls[start].within for start in starts]
-    numbers = useful_cuts(events, _first_operators(starts, calls, trace.graph), within)
+    numbers = useful_cuts(events, _first_operators(starts, calls, events), within)
     return [starts[number] for number in numbers]
-
-
-def _uses_of(trace: StepTrace) -> dict[int, _StorageUses]:
-    """Returns the storages that each operator used, if there are any."""
-    uses: defaultdict[int, _StorageUses] = defaultdict(_StorageUses)
-    for index, event in trace.events.forward:
-        if isinstance(event, Allocated):
-            uses[index].allocated.add(event.storage)
-        elif isinstance(event, Viewed):
-            uses[index].read.add(event.storage)
-        elif isinstance(event, KernelRun):
-            uses[index].read |= event.reads
-            uses[index].written |= event.writes
-            uses[index].unrepeatable |= event.writes & event.keeps
-    return uses
 
 
 def _functions(trace: StepTrace, matrices: Container[int]) -> dict[int, int]:
@@ -166,10 +139,10 @@ def _functions(trace: StepTrace, matrices: Container[int]) -> dict[int, int]:
     # a segment may begin behind a cast of autocast, since the result takes half of the bytes
     calls = (
         call
-        for call in trace.graph.calls
-        if call.function[0] and not call.operator.startswith((CAST, COMPLETING))
+        for call in trace.events.operators
+        if call.function and not call.operator.startswith((CAST, COMPLETING))
     )
-    for _, group in itertools.groupby(calls, key=lambda call: call.function[0]):
+    for _, group in itertools.groupby(calls, key=lambda call: call.function):
         for layer in _layers([*group], matrices):
             indices = [call.index for call in layer]
             first_of |= {index: min(first_of.get(index, index), indices[0]) for index in indices}
@@ -194,7 +167,7 @@ def _layers(calls: Sequence[Call], matrices: Container[int]) -> Iterator[Sequenc
 
 
 def _cuts(
-    calls: Sequence[Call], uses_of: dict[int, _StorageUses], functions: Mapping[int, int]
+    calls: Sequence[Call], uses_of: dict[int, StorageUses], functions: Mapping[int, int]
 ) -> list[int]:
     """Returns the positions among the calls where steps begin."""
     joined = bytearray(len(calls) + 1)
@@ -215,7 +188,7 @@ def _cuts(
             joined[position] = leading is not None or is_inside
             leading = position if leading is None else leading
             continue
-        is_write = not uses.written.isdisjoint(latest)
+        is_write = not uses.writes.isdisjoint(latest)
         if not _is_light(call, uses_of):
             joined[position] = leading is not None or is_inside
             leading = None
@@ -225,7 +198,7 @@ def _cuts(
             or (
                 position
                 and call.within == calls[position - 1].within
-                and uses.read
+                and uses.reads
                 # not the first of a function that computes
                 and first not in working
             )
@@ -235,15 +208,15 @@ def _cuts(
             leading = position
         if is_write:
             joined[kernel + 1 : position + 1] = b"\1" * (position - kernel)
-        made_at |= dict.fromkeys(uses.allocated, position)
-        if uses.unrepeatable:
+        made_at |= dict.fromkeys(uses.makes, position)
+        if uses.keeps:
             # the step contains the kernel that made the storage: a replay needs no earlier content
-            start = min(made_at.get(storage, position) for storage in uses.unrepeatable)
+            start = min(made_at.get(storage, position) for storage in uses.keeps)
             joined[start + 1 : position + 1] = b"\1" * (position - start)
-        if uses.written:
+        if uses.writes:
             leading = None
-        if uses.allocated or uses.written:
-            kernel, latest = position, uses.read | uses.allocated
+        if uses.makes or uses.writes:
+            kernel, latest = position, uses.reads | uses.makes
     if leading:
         joined[leading] = True
     return [position for position in range(len(calls)) if not (position and joined[position])]
@@ -252,7 +225,7 @@ def _cuts(
 class _Names:
     """Names steps after their modules; also after operators if a module spans several steps."""
 
-    def __init__(self, model: nn.Module, uses_of: dict[int, _StorageUses]) -> None:
+    def __init__(self, model: nn.Module, uses_of: dict[int, StorageUses]) -> None:
         self.modules, self.uses_of = dict(model.named_modules()), uses_of
 
     def of(self, parts: Sequence[Sequence[Call]]) -> list[str]:
@@ -266,7 +239,7 @@ class _Names:
         ]
 
     def _names(self, call: Call) -> bool:
-        return not _is_light(call, self.uses_of) or bool(self.uses_of[call.index].written)
+        return not _is_light(call, self.uses_of) or bool(self.uses_of[call.index].writes)
 
     def _name(self, call: Call, around: Container[str]) -> str:
         path = _path(call)
@@ -294,27 +267,25 @@ def _blocks(
     return blocks
 
 
-def _is_light(call: Call, uses_of: dict[int, _StorageUses]) -> bool:
+def _is_light(call: Call, uses_of: dict[int, StorageUses]) -> bool:
     """Returns whether an operator makes nothing to keep: a view, an empty tensor, a counter.
 
     Copies count, too: whether a tensor is copied for another shape depends on sizes and device.
     """
-    return not uses_of[call.index].allocated or call.operator.startswith(LIGHT)
+    return not uses_of[call.index].makes or call.operator.startswith(LIGHT)
 
 
-def _shapes(calls: Sequence[Call], uses_of: dict[int, _StorageUses]) -> tuple[tuple[int, ...], ...]:
+def _shapes(calls: Sequence[Call], uses_of: dict[int, StorageUses]) -> tuple[tuple[int, ...], ...]:
     """Returns the shape of the first result of a step's last kernel; others are its own."""
     kernels = [call for call in calls if not _is_light(call, uses_of)] or calls
     return kernels[-1].shapes[:1]
 
 
-def _parameters(graph: Graph, cuts: Sequence[int]) -> tuple[frozenset[int], ...]:
+def _parameters(events: StepEvents, cuts: Sequence[int]) -> tuple[frozenset[int], ...]:
     """Returns the parameters that steps use, also by views alone."""
-    indices = [call.index for call in graph.calls]
-    starts = (bisect.bisect_left(indices, cut) for cut in cuts)
     return tuple(
-        frozenset().union(*(call.parameters for call in graph.calls[start:end]))
-        for start, end in itertools.pairwise(starts)
+        frozenset().union(*(call.parameters for call in events.operators[start:end]))
+        for start, end in itertools.pairwise(cuts)
     )
 
 

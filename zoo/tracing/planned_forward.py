@@ -67,12 +67,12 @@ from zoo.policy.decision import TracedStep, plans_for
 from zoo.policy.goal import Goal
 from zoo.policy.judge import EITHER, INSIDE, OUTSIDE, Sides
 from zoo.policy.training_step import TrainingStep
-from zoo.profiling.event_recorder import caches_casts
+from zoo.profiling.cast_cache import caches_casts
 from zoo.profiling.isolation import PLANNING
 from zoo.profiling.progress import shown
 from zoo.profiling.step_profile import Outline
 from zoo.profiling.tensor_spec import tensors_held_by
-from zoo.tracing.forward_patch import Patch
+from zoo.tracing.forward_patch import BlockMark, Patch, is_compiled
 from zoo.tracing.isolated_trace import (
     RealStep,
     RunsLaterError,
@@ -83,7 +83,6 @@ from zoo.tracing.isolated_trace import (
 from zoo.tracing.partition import partition, paths_of
 from zoo.tracing.plan_cache import InputKind, LastForward, PlanCache
 from zoo.tracing.switches import check_switches
-from zoo.tracing.tracer import is_compiled
 from zoo.units import format_bytes
 
 # the fewest bytes of an output of which a warning says that a variable holds it
@@ -91,17 +90,12 @@ LEAST_HELD = 1 << 20
 _log = logging.getLogger("zoo")
 
 
-class BlockMark(Patch):
-    """The forward of a block; tells the conductor where the block begins and ends."""
+class PlannedBlock(BlockMark):
+    """The forward of a block of a model with a plan, which also runs where no plan is in force."""
 
     def __init__(self, module: nn.Module, path: str, notices: "Notices") -> None:
-        super().__init__(module)
-        self.path, self.notices = path, notices
-
-    @property
-    def only_marks(self) -> bool:
-        """Whether the module had no other forward than its class."""
-        return self.before is None
+        super().__init__(module, path)
+        self.notices = notices
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Runs the block."""
@@ -113,14 +107,9 @@ class BlockMark(Patch):
                 return recompute(self.__wrapped__, *args, **kwargs)
             return self.__wrapped__(*args, **kwargs)
         forward = self.of_copy(sys._getframe(1))
-        conductor = thread.conductor
-        if conductor is None:
-            return self._run_alone(args, kwargs) if forward is None else forward(*args, **kwargs)
-        conductor.enter(self.path, (*args, *kwargs.values()))
-        try:
-            return (self.__wrapped__ if forward is None else forward)(*args, **kwargs)
-        finally:
-            conductor.leave()
+        if forward is None and thread.conductor is None:
+            return self._run_alone(args, kwargs)
+        return self._run(forward or self.__wrapped__, args, kwargs)
 
     def _run_alone(self, args: Args, kwargs: Kwargs) -> PyTree:
         """Runs the block where no plan is in force; warns if another method trains it.
@@ -209,7 +198,7 @@ class PatchedForward(Patch):
         blocks = {path: module.get_submodule(path) for path in paths_of(module, patterns)}
         # the kernels of a compiled block are invisible
         self.marks = [
-            BlockMark(block, path, self.notices)
+            PlannedBlock(block, path, self.notices)
             for path, block in blocks.items()
             if not is_compiled(block)
         ]
@@ -461,7 +450,8 @@ class PatchedForward(Patch):
             return without_modes(trace, self.module(), invocation, loss)
 
     def _plan_traced(self, invocation: Invocation, spec: InputSpec, trace: StepTrace) -> None:
-        operators = [*map(resolved, trace.graph.operators[: trace.graph.model_operators])]
+        calls = trace.events.operators[: trace.events.model_operators]
+        operators = [resolved(call.operator) for call in calls]
         self.plan_for(TracedForward(invocation, spec, trace, operators))
 
     def _plan_first(
@@ -534,14 +524,14 @@ class PatchedForward(Patch):
         """Runs the forward block by block, traces it and plans for the next; warns on failure."""
         check_switches(self.module())
         step = without_modes(RealStep, self.module(), invocation)
-        conductor = without_modes(Conductor, [], step.event_recorder.hooks())
+        conductor = without_modes(Conductor, [], step.recorder.hooks())
         with step:
             outputs = conductor.run(lambda: invocation.on(self.__wrapped__))
         try:
             trace = without_modes(step.trace, outputs)
             is_fake = without_modes(_has_fake_gradients, self.module())
             assert not is_fake, "a trace leaves the gradients of the program as they were"
-            trace.graph.visits = conductor.visits
+            trace.events.visits = conductor.visits
             self.plan_for(TracedForward(invocation, spec, trace, conductor.operators))
             if self.training.loss is not None:
                 self.notices.warn(
@@ -567,11 +557,9 @@ class PatchedForward(Patch):
         invocation, spec, trace, operators = traced
         self.traced = traced if self.keeps_trace else None
         kind, count = self.cache.kind_of(spec), self.cache.plannings(spec)
-        sizes = [0] * len(operators)
-        for call in trace.graph.calls:
-            # the operators of a loss come after the forward's
-            if call.index < len(sizes):
-                sizes[call.index] = call.bytes
+        # the operators of a loss come after the forward's
+        sizes = [call.bytes for call in trace.events.operators[: len(operators)]]
+        sizes += [0] * (len(operators) - len(sizes))
         kind.took_no_branch, kind.plannings = False, kind.plannings + 1
         if count + 1 == self.cache.most_plannings:
             self.notices.warn(
@@ -587,10 +575,10 @@ class PatchedForward(Patch):
             again = "%s: another path or larger inputs, planned again (%d of %d)"
             _log.info(again, self.notices.name, count + 1, self.cache.most_plannings)
         outline, plans = without_modes(self._plans_for, invocation, trace)
-        cuts, graph = outline.cuts[: len(outline)], trace.graph
-        has_backward = graph.has_backward
+        cuts, visits = outline.cuts[: len(outline)], trace.events.visits
+        has_backward = trace.events.has_backward
         branches = [
-            PlannedBranch(operators, cuts, plan, graph.visits, sizes, room, offloads, has_backward)
+            PlannedBranch(operators, cuts, plan, visits, sizes, room, offloads, has_backward)
             for plan, room, offloads, _ in plans
         ]
         pairs = [*zip(branches, plans, strict=True)]

@@ -1,4 +1,4 @@
-"""A tracer changes nothing, holds nothing, and never breaks a forward."""
+"""A recorder changes nothing, holds nothing, and never breaks a forward."""
 
 import copy
 import gc
@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.tracing.runs import MODELS, Deciding, InPlace, traced
+from tests.tracing.runs import MODELS, Deciding, InPlace, calls_in, names_in, traced
 from tests.training import Counting
 from zoo._torch import FakeTensorMode
 from zoo.invocation import Invocation
-from zoo.tracing.tracer import Tracer
+from zoo.profiling.step_recorder import StepRecorder
 
 
 @pytest.mark.parametrize("name", ["net", "lstm", "in place", "custom"])
@@ -23,12 +23,12 @@ def test_a_traced_forward_is_the_plain_one(name: str) -> None:
     torch.manual_seed(0)
     model, given = build(), inputs()
     found = []
-    for around in (Tracer(model), torch.enable_grad()):
+    for around in (StepRecorder(model), torch.enable_grad()):
         model.zero_grad()
         twin = copy.deepcopy(model)
-        tracer = Tracer(twin) if isinstance(around, Tracer) else around
+        recorder = StepRecorder(twin) if isinstance(around, StepRecorder) else around
         torch.manual_seed(1)
-        with tracer:
+        with recorder:
             output = given.on(twin)
         output = output if isinstance(output, Tensor) else output[0]
         output.square().sum().backward()
@@ -41,8 +41,8 @@ def test_no_tensor_is_kept_alive() -> None:
     model, x = InPlace(), torch.rand(5, 6)
     kept: list[weakref.ref[Tensor]] = []
     model.first.register_forward_hook(lambda *given: kept.append(weakref.ref(given[2])))
-    tracer = Tracer(model)
-    with tracer:
+    recorder = StepRecorder(model)
+    with recorder:
         output = model(x)
     kept += [weakref.ref(output), weakref.ref(x)]
     gc.disable()
@@ -51,23 +51,23 @@ def test_no_tensor_is_kept_alive() -> None:
         assert [reference() for reference in kept] == [None] * 3
     finally:
         gc.enable()
-    assert tracer.graph.calls
+    assert calls_in(recorder.events)
 
 
 def test_a_graph_pickles() -> None:
     model = Deciding()
-    graph = traced(model, Invocation((torch.rand(4, 6),)))
-    assert pickle.loads(pickle.dumps(graph)) == graph
+    events = traced(model, Invocation((torch.rand(4, 6),)))
+    assert pickle.loads(pickle.dumps(events)) == events
 
 
 def test_calls_are_names_and_paths() -> None:
-    graph = traced(nn.Sequential(nn.Linear(6, 3)), Invocation((torch.rand(4, 6),)))
-    transposed, product = graph.calls
+    events = traced(nn.Sequential(nn.Linear(6, 3)), Invocation((torch.rand(4, 6),)))
+    transposed, product = calls_in(events)
     assert (transposed.verb, transposed.index, transposed.parameters) == ("linear", 0, {0})
     assert (product.verb, product.index, product.parameters) == ("linear", 1, {1})
     assert product.within == ("", "0")
     assert product.shapes == ((4, 3),)
-    assert graph.model_operators == 2
+    assert events.model_operators == 2
 
 
 class Attends(nn.Module):
@@ -77,7 +77,7 @@ class Attends(nn.Module):
 
 def test_attention_is_not_named_by_the_backend_of_a_device() -> None:
     x = torch.rand(1, 2, 4, 8, requires_grad=True)
-    calls = traced(Attends(), Invocation((x,))).calls
+    calls = calls_in(traced(Attends(), Invocation((x,))))
     assert {call.verb for call in calls} == {"scaled_dot_product_attention"}
 
 
@@ -99,24 +99,25 @@ class Views(nn.Module):
 
 
 def test_views_that_are_taken_in_a_function_mode_are_known() -> None:
-    graph = traced(Views(), Invocation((torch.rand(4, 6),)))
+    events = traced(Views(), Invocation((torch.rand(4, 6),)))
     with FakeTensorMode(), Counting():
-        assert traced(Views(), Invocation((torch.rand(4, 6),))).operators == graph.operators
+        again = traced(Views(), Invocation((torch.rand(4, 6),)))
+    assert names_in(again) == names_in(events)
 
 
 def test_questions_are_counted_and_no_calls() -> None:
     model = Deciding()
-    graph = traced(model, Invocation((torch.rand(4, 6),)))
-    assert "aten._local_scalar_dense.default" in graph.operators
-    assert "aten._local_scalar_dense.default" not in [call.operator for call in graph.calls]
-    assert all(graph.operators[call.index] == call.operator for call in graph.calls)
+    events = traced(model, Invocation((torch.rand(4, 6),)))
+    assert "aten._local_scalar_dense.default" in names_in(events)
+    assert "aten._local_scalar_dense.default" not in [call.operator for call in calls_in(events)]
+    assert all(events.operators[call.index].operator == call.operator for call in calls_in(events))
 
 
 def test_other_threads_are_not_traced() -> None:
     model, x = nn.Linear(6, 6), torch.rand(4, 6)
-    tracer = Tracer(model)
-    with tracer:
+    recorder = StepRecorder(model)
+    with recorder:
         thread = threading.Thread(target=lambda: model(x))
         thread.start()
         thread.join()
-    assert tracer.graph.operators == []
+    assert recorder.events.operators == []
