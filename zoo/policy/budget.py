@@ -354,7 +354,7 @@ class StepPlanner:
         By the error of the last judgement, the next proposal is the fastest that is expected to
         fit, between one that fits and one that does not.
         """
-        proposals, error = self.proposals, 0
+        proposals, error = self.proposals, sum(self._errors[-1:])
         fits, too_large = -1, len(proposals)
         for _ in range(MOST_JUDGEMENTS):
             expected = sum(point.peak + error <= limit for point in proposals) - 1
@@ -659,8 +659,8 @@ class StepPlanner:
     @computed_once
     def _smallest(self) -> Point:
         """The plan of least peak by the costs of the steps."""
-        if self.offload.is_on:
-            # what is offloaded decides which plan that is
+        if self.offload.is_on or "proposals" in vars(self):
+            # what is offloaded decides which plan that is; else a search of its own is faster
             return self.proposals[0]
         least = optimal_planner().least(self.costs_with_gradients)
         return self._point(_loss_kept(least, self.steps))

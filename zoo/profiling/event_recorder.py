@@ -53,7 +53,7 @@ from zoo.profiling.autograd_interpreter import TracedGraph, gradients_of
 from zoo.profiling.fake_results import LIFT, note_reserve
 from zoo.profiling.fake_tensors import QUESTIONS, answer
 from zoo.profiling.kernel_costs import flop_formulas
-from zoo.profiling.tensor_spec import KernelSpec, TensorSpec, storages_of, tensors_in
+from zoo.profiling.tensor_spec import CallKey, KernelSpec, TensorSpec, storages_of, tensors_in
 
 CUDNN = torch.ops.aten._cudnn_rnn.default
 CONVERSION = torch.ops.aten._to_copy.default
@@ -234,10 +234,10 @@ class EventRecorder(KernelMode):
         return roots_of(outputs, loss)
 
     @property
-    def kernels(self) -> dict[str, int]:
-        """The numbers of the different kernel calls, by the text of their specs."""
+    def kernels(self) -> dict[CallKey, int]:
+        """The numbers of the different kernel calls, by the keys of their specs."""
         specs = reversed([*enumerate(self.specs)])
-        return {spec.text: number for number, spec in specs if spec is not None}
+        return {spec.key: number for number, spec in specs if spec is not None}
 
     @property
     def constants(self) -> list[UntypedStorage]:

@@ -37,7 +37,7 @@ from zoo.profiling.autograd_interpreter import TracedGraph, gradients_of
 from zoo.profiling.event_recorder import FREE, form_of
 from zoo.profiling.fake_results import LIFT
 from zoo.profiling.fake_tensors import QUESTIONS, answer
-from zoo.profiling.tensor_spec import KernelSpec, storages_of, tensors_in
+from zoo.profiling.tensor_spec import CallKey, key_of, storages_of, tensors_in
 
 # what has no rows: storages of parameters, buffers, inputs and constants
 LEFT_OUT = -1
@@ -60,7 +60,7 @@ class StepLedger(KernelMode):
     """Logs the training step that runs inside of the `with` block.
 
     Args:
-        numbers: of the kernels of the trace, by the text of their specs.
+        numbers: of the kernels of the trace, by their keys.
         shares_casts: as in `TracedGraph`.
 
     Attributes:
@@ -72,7 +72,7 @@ class StepLedger(KernelMode):
 
     operator: Callable[[], int]
 
-    def __init__(self, numbers: Mapping[str, int], *, shares_casts: bool = False) -> None:
+    def __init__(self, numbers: Mapping[CallKey, int], *, shares_casts: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows: list[Row] = []
         self._kernels = numbers
@@ -178,7 +178,7 @@ class StepLedger(KernelMode):
             self._note_made(inputs)
         starts_kernel = not (is_view(func) or func in FREE)
         # before it runs, since it may change its arguments in place
-        spec = KernelSpec.of(func, args, kwargs) if starts_kernel else None
+        key = key_of(func, args, kwargs) if starts_kernel else None
         effects = effects_of(func)
         if thread.replaying:
             kernel = with_present_keys(func, args, kwargs)
@@ -194,7 +194,7 @@ class StepLedger(KernelMode):
                 self._graph.note_result(tensor)
         if starts_kernel:
             operator = len(self._nodes) - 1 if self._is_forward else self._operator_of_node
-            number = -1 if spec is None else self._kernels.get(spec.text, -1)
+            number = -1 if key is None else self._kernels.get(key, -1)
             reads = self._numbers_of(inputs) if self._is_forward else ()
             self.rows.append(Ran(number, operator, thread.replaying, reads))
         return result

@@ -29,7 +29,7 @@ from zoo.planner.dry_step import DryStep, Row
 from zoo.profiling.cast_cache import CastCache
 from zoo.profiling.event_recorder import autocast_left, caches_casts, roots_of
 from zoo.profiling.step_ledger import StepLedger
-from zoo.profiling.tensor_spec import tensors_held_by
+from zoo.profiling.tensor_spec import CallKey, tensors_held_by
 from zoo.tracing.tracer import Graph
 
 
@@ -59,7 +59,7 @@ class DrySteps:
     graph: Graph
     dispatched: Sequence[Operator]
     positions: Sequence[int]
-    kernels: dict[str, int]
+    kernels: dict[CallKey, int]
     running: Callable[[], AbstractContextManager[object]]
     in_backward: Callable[[], AbstractContextManager[object]]
     earlier: Callable[[], list[UntypedStorage]]
