@@ -1,5 +1,6 @@
 """Results on fake tensors are those of real kernels: layout, type, bytes."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from zoo._torch import FakeTensorMode
 from zoo.errors import ArgumentError
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.peak_memory import measure_step
-from zoo.profiling.tensor_spec import TensorSpec, tensors_in
+from zoo.profiling.tensor_spec import KernelSpec, TensorSpec, key_of, tensors_in
 
 aten = torch.ops.aten
 
@@ -42,11 +43,14 @@ def rows() -> Tensor:
 
 
 def agrees(call: Callable[..., Any], *given: Tensor) -> None:
-    """Asserts that a kernel returns on fake tensors what it returns on real ones."""
-    real = tensors_in(call(*given))
+    """Asserts that a kernel returns on fake tensors what it returns on real ones, each time."""
+    real = [*map(TensorSpec.of, tensors_in(call(*given)))]
     with FakeTensorMode() as mode, FakeTensorFixes(mode):
-        fake = tensors_in(call(*map(mode.from_tensor, given)))
-    assert [TensorSpec.of(one) for one in fake] == [TensorSpec.of(one) for one in real]
+        fakes = [*map(mode.from_tensor, given)]
+        first, again = tensors_in(call(*fakes)), tensors_in(call(*fakes))
+    assert [*map(TensorSpec.of, first)] == [*map(TensorSpec.of, again)] == real
+    storages = {tensor.untyped_storage()._cdata for tensor in first}
+    assert storages.isdisjoint(tensor.untyped_storage()._cdata for tensor in again)
 
 
 @pytest.mark.parametrize("make", [dense, last, volumes])
@@ -243,3 +247,42 @@ def test_one_hot_rows_of_unknown_classes_need_numbers() -> None:
     model = Embedded(-1).to("meta")
     with pytest.raises(ArgumentError, match="reads numbers out of tensors"):
         zoo.plan(model, TOKENS.to("meta"), max_overhead=9.0, device="a100")
+
+
+def test_what_is_remembered_is_of_numbers_of_the_same_type() -> None:
+    """Numbers that are equal make other results if their types differ."""
+    with FakeTensorMode() as mode, FakeTensorFixes(mode):
+        x = torch.zeros(3, dtype=torch.int64)
+        for number in (2, 2.0, 2, True, math.nan):
+            assert (x**number).dtype == torch.result_type(x, number)
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_what_is_remembered_is_of_the_default_type(default: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    with FakeTensorMode() as mode, FakeTensorFixes(mode):
+        x = torch.ones(3, dtype=torch.int64)
+        torch.sin(x)
+        try:
+            torch.set_default_dtype(default)
+            assert torch.sin(x).dtype is default
+        finally:
+            torch.set_default_dtype(before)
+
+
+def test_calls_have_one_key_wherever_their_tensors_lie() -> None:
+    whole = torch.rand(4, 6)
+    calls: list[tuple[Any, ...]] = [
+        (whole[:2], whole[:2]),
+        (whole[2:], torch.rand(2, 6)),
+        (whole[:2], 1),
+        (whole[:2], 1.0),
+        (whole[:2], True),
+        (whole[:2].double(), 1),
+        (whole[:, :2].t(), 1),
+    ]
+    keys = [key_of(aten.add.Tensor, call, {}) for call in calls]
+    assert keys[0] == keys[1]
+    assert len({*keys}) == len(calls) - 1
+    specs = [KernelSpec.of(aten.add.Tensor, call, {}) for call in calls]
+    assert [spec and spec.key for spec in specs] == keys

@@ -81,7 +81,7 @@ class StepPlanner:
 
     def fastest_within(self, limit: int, sides: Sides = ()) -> Point | None:
         """Returns the fastest of the judged plans that fits; None if none does."""
-        proposals, error = self._proposed, 0
+        proposals, error = self._proposed, self.judge.error
         fits, too_large = -1, len(proposals)
         for _ in range(MOST_JUDGEMENTS):
             expected = sum(point.peak + error <= limit for point in proposals) - 1
@@ -238,8 +238,8 @@ class StepPlanner:
     def least(self) -> Point:
         """The plan of least peak, without offloading found without the other best ones."""
         # with tiny activations the random states of a segment take more than it saves
-        smallest = self.judge.judged(self.proposals.smallest)
-        return min(self.baseline, smallest, key=attrgetter("peak"))
+        lowest = self.judge.judged(self.proposals.lowest)
+        return min(self.baseline, lowest, key=attrgetter("peak"))
 
     @computed_once
     def least_once(self) -> Point:

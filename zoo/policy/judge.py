@@ -31,7 +31,7 @@ class Judge:
         self.step, self.sides = step, sides
         self._known: dict[Request, StepBytes | None] = {}
         # by how much the last judged peak was above that by the costs of the steps
-        self._error = 0
+        self.error = 0
 
     @computed_once
     def baseline(self) -> Point:
@@ -50,8 +50,8 @@ class Judge:
         if step is not None:
             # a dry step makes the state of cuDNN's dropout, which others find and a segment copies
             copied = self.step.dropout_state if proposal.plan.depth() else 0
-            self._error = self.step.peak(step.peak + copied, step.held) - proposal.peak
-        return replace(proposal, peak=proposal.peak + self._error)
+            self.error = self.step.peak(step.peak + copied, step.held) - proposal.peak
+        return replace(proposal, peak=proposal.peak + self.error)
 
     def judgement(
         self, plan: Plan, offloads: Sequence[int] = (), sides: Sides = ()

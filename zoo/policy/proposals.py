@@ -57,9 +57,14 @@ class Proposals:
                 raise Interrupted("interrupted", best_of(found)) from None
         return best_of(found)
 
+    @property
+    def lowest(self) -> Point:
+        """The plan of least peak: of the best ones if they are known, which takes no search."""
+        return self.best[0] if "best" in vars(self) else self.smallest
+
     @computed_once
     def smallest(self) -> Point:
-        """The plan of least peak, without offloading found without the other best ones."""
+        """The plan of least peak, without offloading by a search of its own, which is finer."""
         if self.offload.is_on:
             # what is offloaded decides which plan that is
             return self.best[0]

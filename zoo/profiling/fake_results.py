@@ -29,7 +29,8 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -51,7 +52,7 @@ from zoo.engine.operator_effects import DROPOUT_STATE, effects_of, is_view
 from zoo.engine.tensor_state import is_dense
 from zoo.errors import LONGEST, in_a_line
 from zoo.profiling.cudnn_recurrent import Network, dropout_state_bytes
-from zoo.profiling.tensor_spec import CPU, KernelSpec, TensorSpec, tensors_in
+from zoo.profiling.tensor_spec import CPU, KernelSpec, TensorSpec, key_of, tensors_in
 
 Shape = Sequence[int]
 _aten = torch.ops.aten
@@ -88,15 +89,59 @@ MAKERS = _operators("default", "ones zeros new_empty new_zeros") | _operators(
 ALIKE = _operators("default", "empty_like ones_like zeros_like clone")
 
 
-def result_of(mode: FakeTensorMode, func: Operator, args: Args, kwargs: Kwargs) -> PyTree:
-    """Returns the result of a kernel on fake tensors, by a rule or torch's own, corrected.
+class FakeResults:
+    """The results of kernels on the fake tensors of a mode.
 
-    Raises:
-        DataDependentOutputException, DynamicOutputShapeException: it needs values.
+    What torch returns is remembered, of kernels that write nothing and whose results have memory of
+    their own: a training step calls each of them many times, and so do the next dry steps.
     """
-    result = result_by_rule(mode, func, args, kwargs)
-    if result is not NotImplemented:
-        return result
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        # the container, if any, and what it holds
+        self._specs: dict[Hashable, tuple[type, list[TensorSpec | None]]] = {}
+
+    def of(self, func: Operator, args: Args, kwargs: Kwargs) -> PyTree:
+        """Returns the result of a kernel, by a rule or torch's own, corrected.
+
+        Raises:
+            DataDependentOutputException, DynamicOutputShapeException: it needs values.
+        """
+        result = result_by_rule(self.mode, func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        effects, tensors = effects_of(func), tensors_in((args, kwargs))
+        key = key_of(func, args, kwargs) if effects.makes and not effects.writes else None
+        if key is None or not all(map(_is_plain, tensors)):
+            return _by_torch(self.mode, func, args, kwargs)
+        of_call = key, torch.is_grad_enabled(), torch.get_default_dtype()
+        if of_call not in self._specs:
+            result = _by_torch(self.mode, func, args, kwargs)
+            if (specs := _specs_of(result, tensors)) is not None:
+                self._specs[of_call] = type(result), specs
+            return result
+        kind, specs = self._specs[of_call]
+        parts = [spec and _empty(self.mode, *spec[:2], *spec[3:5]) for spec in specs]
+        return kind(parts) if kind in (tuple, list) else parts[0]
+
+
+def _specs_of(result: PyTree, arguments: Sequence[Tensor]) -> list[TensorSpec | None] | None:
+    """Returns the specs of a kernel's results; None unless each has memory of its own."""
+    parts = result if type(result) in (tuple, list) else [result]
+    if not all(part is None or (isinstance(part, Tensor) and _is_plain(part)) for part in parts):
+        return None
+    tensors = [*arguments, *(part for part in parts if part is not None)]
+    storages = Counter(tensor.untyped_storage()._cdata for tensor in tensors)
+    specs = [None if part is None else TensorSpec.of(part) for part in parts]
+    is_alone = all(
+        spec is None or (spec.alone() is spec and storages[part.untyped_storage()._cdata] == 1)
+        for part, spec in zip(parts, specs, strict=True)
+    )
+    return specs if is_alone else None
+
+
+def _by_torch(mode: FakeTensorMode, func: Operator, args: Args, kwargs: Kwargs) -> PyTree:
+    """Returns torch's result of a kernel, corrected."""
     if _only_writes_lists(func, args):
         return None
     try:

@@ -51,7 +51,7 @@ from zoo.engine.operator_effects import (
 from zoo.engine.recorder import KernelMode
 from zoo.engine.tensor_state import has_own_storage, is_plain
 from zoo.errors import ArgumentError
-from zoo.profiling.fake_results import DATA_NEEDED, result_of
+from zoo.profiling.fake_results import DATA_NEEDED, FakeResults
 from zoo.profiling.tensor_spec import CPU, META, VALUES, tensors_in
 
 # torch asks a tensor these before it runs a kernel; they are no kernels
@@ -86,6 +86,7 @@ class FakeTensorFixes(KernelMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode, self.strict, self.moves_meta = mode, strict, moves_meta
+        self._results = FakeResults(mode)
         self.most = SMALL if strict else MOST
         self.asked = False  # for unknown values, even if the forward went on
         self._constants: Any = WeakTensorKeyDictionary()  # fake tensors -> real ones
@@ -182,7 +183,7 @@ class FakeTensorFixes(KernelMode):
         if is_known and tensors and torch.Tag.data_dependent_output in func.tags:
             return self._on_reals(func, args, kwargs)
         try:
-            result = result_of(self.mode, func, args, kwargs)
+            result = self._results.of(func, args, kwargs)
         except DATA_NEEDED as error:
             if is_known:
                 return self._faked(self._on_reals(func, args, kwargs))

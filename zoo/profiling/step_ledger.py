@@ -34,14 +34,14 @@ from zoo.profiling.step_mode import (
     kernel_now,
     starts_kernel,
 )
-from zoo.profiling.tensor_spec import KernelSpec, storages_of, tensors_in
+from zoo.profiling.tensor_spec import CallKey, key_of, storages_of, tensors_in
 
 
 class StepLedger(StepMode):
     """Logs the training step that runs inside of the `with` block.
 
     Args:
-        numbers: of the kernels of the trace, by the text of their specs.
+        numbers: of the kernels of the trace, by their keys.
         shares_casts: as in `TracedGraph`.
 
     Attributes:
@@ -54,7 +54,7 @@ class StepLedger(StepMode):
     operator: Callable[[], int]
     regenerates: Callable[[Operator], bool]
 
-    def __init__(self, numbers: Mapping[str, int], *, shares_casts: bool = False) -> None:
+    def __init__(self, numbers: Mapping[CallKey, int], *, shares_casts: bool = False) -> None:
         super().__init__()
         self.rows: list[Row] = []
         self._kernels = numbers
@@ -138,7 +138,7 @@ class StepLedger(StepMode):
             # what was made outside of the trace's sight is there from here on
             self._note_made(inputs)
         # before it runs, since it may change its arguments in place
-        spec = KernelSpec.of(func, args, kwargs) if starts_kernel(func) else None
+        key = key_of(func, args, kwargs) if starts_kernel(func) else None
         kernel = kernel_now(func, args, kwargs)
         if effects_of(func).seeded and active_fake_mode() is not None:
             _draw(args, kwargs)
@@ -150,7 +150,7 @@ class StepLedger(StepMode):
                 self._graph.note_result(tensor)
         if starts_kernel(func):
             operator = len(self._nodes) - 1 if self._is_forward else self._operator_of_node
-            number = -1 if spec is None else self._kernels.get(spec.text, -1)
+            number = -1 if key is None else self._kernels.get(key, -1)
             reads = (*self.numbers_of(inputs),) if self._is_forward else ()
             self.note(Ran(number, operator, thread.replaying, reads))
         return result

@@ -75,7 +75,7 @@ from zoo.profiling.step_mode import (
     roots_of,
     starts_kernel,
 )
-from zoo.profiling.tensor_spec import KernelSpec, TensorSpec, storages_of, tensors_in
+from zoo.profiling.tensor_spec import CallKey, KernelSpec, TensorSpec, storages_of, tensors_in
 
 Parameters = ParamSpec("Parameters")
 T = TypeVar("T")
@@ -163,10 +163,10 @@ class StepRecorder(StepMode):
         return [spec for _, spec in self._kernels.values()]
 
     @property
-    def kernels(self) -> dict[str, int]:
-        """The numbers of the different kernel calls, by the text of their specs."""
+    def kernels(self) -> dict[CallKey, int]:
+        """The numbers of the different kernel calls, by the keys of their specs."""
         specs = reversed([*enumerate(self.specs)])
-        return {spec.text: number for number, spec in specs if spec is not None}
+        return {spec.key: number for number, spec in specs if spec is not None}
 
     @property
     def constants(self) -> list[UntypedStorage]:

@@ -6,9 +6,8 @@ Equal tensors, fake or real, can be made from it; those that shared a storage sh
 import contextlib
 import dataclasses
 import math
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,6 +33,13 @@ from zoo.optimizer.in_backward import FreedGradient
 CPU, META = torch.device("cpu"), torch.device("meta")
 # types that hold no tensor
 VALUES = (int, float, str, type(None), torch.dtype, torch.device, torch.layout)
+LEAVES = frozenset({*VALUES, bool, torch.memory_format})
+# those of tensors that are no wrappers
+PLAIN = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
+# those of arguments that are the same if they are equal
+EQUAL = frozenset({int, str, type(None), torch.dtype, torch.device, torch.layout})
+# of an operator's name and arguments
+CallKey = tuple[str, Hashable]
 
 
 class TensorSpec(NamedTuple):
@@ -163,9 +169,9 @@ class KernelSpec(NamedTuple):
         return operator, _with_dropout_state(operator, args), kwargs
 
     @property
-    def text(self) -> str:
-        """Its text, wherever its tensors lie and whichever of them share memory."""
-        return re.sub(r" (offset|bytes|tensor|storage)=\d+,", "", repr(self))
+    def key(self) -> CallKey:
+        """Equal for calls that differ in nothing but where their tensors lie."""
+        return self.operator, _key((self.args, self.kwargs))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -180,6 +186,40 @@ class KernelSpec(NamedTuple):
     @property
     def _tensors(self) -> tuple[TensorSpec, ...]:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
+
+
+def key_of(operator: Operator, args: Args, kwargs: Kwargs) -> CallKey | None:
+    """Returns the key of a call's spec, without making that; None for a call that has none."""
+    if not effects_of(operator).opaque:
+        with contextlib.suppress(TypeError):
+            return str(operator), _key((args, tuple(kwargs.items())))
+    return None
+
+
+def _key(value: PyTree) -> Hashable:
+    """Returns what is the same for an argument and its spec; raises TypeError for another kind."""
+    kind = type(value)
+    if kind in EQUAL:
+        return value  # type: ignore[no-any-return]
+    if kind is TensorSpec:
+        return (*value[:2], *value[3:5], *value[8:])
+    if isinstance(value, Tensor):
+        return _key_of_tensor(value)
+    if isinstance(value, list | tuple):
+        return (*map(_key, value),)
+    if not isinstance(value, CONSTANTS | torch.Generator):
+        raise TypeError(kind.__name__)
+    # True and 1.0 equal 1, and NaN equals nothing
+    return None if isinstance(value, torch.Generator) else (kind, repr(value))
+
+
+def _key_of_tensor(tensor: Tensor) -> Hashable:
+    if tensor.layout is not torch.strided:
+        raise TypeError(str(tensor.layout))
+    # a fake tensor asks all modes whether it `is_meta`
+    device = CPU if tensor.device.type == "meta" else tensor.device
+    lazy = tensor.is_conj(), tensor.is_neg()
+    return tensor.shape, tensor.stride(), tensor.dtype, device, *lazy
 
 
 def _described(value: PyTree, specs: Iterator[TensorSpec]) -> PyTree:
@@ -244,6 +284,8 @@ def _of_arguments(tensors: Iterable[Tensor]) -> list[TensorSpec]:
 
 def storages_of(tensor: Tensor) -> list[UntypedStorage]:
     """Lists a tensor's storages in this process; those inside a wrapper such as DTensor."""
+    if type(tensor) in PLAIN and tensor.layout is torch.strided:
+        return [tensor.untyped_storage()]
     if isinstance(tensor, FreedGradient):
         return []
     if is_traceable_wrapper_subclass(tensor):
@@ -292,6 +334,9 @@ def tensors_in(value: PyTree) -> list[Tensor]:
         parts = [leaf for leaf in pytree.tree_leaves(value) if leaf is not value]
     tensors: list[Tensor] = []
     for part in parts:
+        # most are of these very types, which is faster to tell
+        if type(part) in LEAVES:
+            continue
         if isinstance(part, Tensor):
             tensors.append(part)
         elif not isinstance(part, VALUES):

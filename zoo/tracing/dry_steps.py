@@ -30,7 +30,7 @@ from zoo.planner.step_events import StepEvents
 from zoo.profiling.cast_cache import CastCache, autocast_left, caches_casts
 from zoo.profiling.step_ledger import StepLedger
 from zoo.profiling.step_mode import roots_of
-from zoo.profiling.tensor_spec import tensors_held_by
+from zoo.profiling.tensor_spec import CallKey, tensors_held_by
 
 
 class NotFollowedError(ZooError):
@@ -59,7 +59,7 @@ class DrySteps:
     events: StepEvents
     dispatched: Sequence[Operator]
     positions: Sequence[int]
-    kernels: dict[str, int]
+    kernels: dict[CallKey, int]
     running: Callable[[], AbstractContextManager[object]]
     in_backward: Callable[[], AbstractContextManager[object]]
     earlier: Callable[[], list[UntypedStorage]]
