@@ -50,9 +50,9 @@ import zoo
 from zoo.api.checkpoint import outline_of
 from zoo.api.plan import planner_for
 from zoo.invocation import Invocation
+from zoo.policy.training_step import Profile
 from zoo.profiling.kernel_costs import flop_formulas
 from zoo.profiling.peak_memory import gradient_addresses, measure_step, trace
-from zoo.profiling.step_profile import Profile
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.tracing.switches import switch_of
 

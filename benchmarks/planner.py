@@ -36,8 +36,8 @@ from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.optimal import frontier
 from zoo.planner.plan import Plan
 from zoo.planner.schemes import each_block, sqrt
+from zoo.policy.training_step import Profile
 from zoo.profiling.peak_memory import gradient_addresses, trace
-from zoo.profiling.step_profile import Profile
 from zoo.tracing.planned_forward import PatchedForward
 
 ROUNDS = 5

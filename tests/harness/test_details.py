@@ -116,7 +116,7 @@ def test_without_a_frontier_no_kernel_is_timed(
     records: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "zoo.profiling.step_profile.measure_kernels", lambda *_: pytest.fail("it was run")
+        "zoo.policy.training_step.measure_kernels", lambda *_: pytest.fail("it was run")
     )
     found, timed = work(CELLS["baseline"]), records["baseline"]["steps"]
     assert [*found["steps"]["names"]] == timed["names"]

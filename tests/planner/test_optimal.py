@@ -30,7 +30,7 @@ from zoo.planner.search_space import (
     default_cuts,
     search_spaces,
 )
-from zoo.profiling.step_profile import Profile
+from zoo.policy.training_step import Profile
 
 dense = functools.partial(DenseNet, 32, (6, 6, 4), 10)
 

@@ -103,12 +103,12 @@ def planner_of(name: str) -> Any:
     import torch  # noqa: PLC0415
 
     from zoo.api.plan import planner_for  # noqa: PLC0415
-    from zoo.profiling import step_profile  # noqa: PLC0415
+    from zoo.policy import training_step  # noqa: PLC0415
 
     def recorded(specs: Any, *_: Any, **__: Any) -> list[Any]:
         return [spec and _costs(spec, MODELS[name]) for spec in specs]
 
-    step_profile.measure_kernels = recorded
+    training_step.measure_kernels = recorded
     build, inputs, loss, make = _setups()[name]
     with torch.device("meta"):
         model = build()

@@ -1018,7 +1018,7 @@ def test_a_model_that_trains_nothing_is_not_planned_for(monkeypatch: pytest.Monk
     """Nor is a kernel measured for it."""
     frozen = Residuals().requires_grad_(False)
     with monkeypatch.context() as patch:
-        patch.delattr("zoo.profiling.step_profile.measure_kernels")
+        patch.delattr("zoo.policy.training_step.measure_kernels")
         with pytest.raises(ArgumentError, match="depends on nothing that requires a gradient"):
             planner_for(frozen, images())
     assert planner_for(frozen, images().requires_grad_()).points

@@ -21,7 +21,7 @@ from zoo._torch import FakeTensorMode
 from zoo.api.checkpoint import checkpoint as put_in_force
 from zoo.errors import BudgetError, PlanError
 from zoo.invocation import InputSpec, Invocation
-from zoo.profiling import step_profile
+from zoo.policy import training_step
 from zoo.profiling.peak_memory import measure_step
 from zoo.tracing import planned_forward
 from zoo.tracing.plan_cache import PlanCache
@@ -65,7 +65,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, name, counted)
 
     count(planned_forward, "step_trace_of")
-    count(step_profile, "measure_kernels")
+    count(training_step, "measure_kernels")
     return done
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from zoo.api.checkpoint import outline_of
 from zoo.invocation import Invocation
-from zoo.profiling.step_profile import Profile
+from zoo.policy.training_step import Profile
 
 KIB = 1024
 

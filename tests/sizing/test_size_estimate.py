@@ -8,8 +8,8 @@ import torch
 from tests.profiling.models import profile as made
 from tests.profiling.test_kernel_costs import Median
 from tests.training import Residuals, images
+from zoo.policy.training_step import Profile
 from zoo.profiling.kernel_costs import KernelCosts
-from zoo.profiling.step_profile import Profile
 from zoo.sizing.size_estimate import SizeEstimates, extrapolated, input_sizes, plan_policy
 
 

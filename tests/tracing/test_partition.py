@@ -23,11 +23,12 @@ from zoo.engine.recompute import segment
 from zoo.invocation import Invocation
 from zoo.loss import own_loss
 from zoo.planner.costs import StepCosts, simulate
+from zoo.planner.event_costs import Outline
 from zoo.planner.optimal import least
 from zoo.planner.plan import Plan
 from zoo.planner.step_events import KernelRun
+from zoo.policy.training_step import Profile
 from zoo.profiling.peak_memory import trace
-from zoo.profiling.step_profile import Outline, Profile
 from zoo.profiling.step_recorder import StepRecorder
 from zoo.tracing.isolated_trace import step_trace_of
 from zoo.tracing.partition import block_paths, partition, paths_of

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 import zoo
 from tests.training import real_peak
 from zoo.invocation import Invocation
+from zoo.planner.event_costs import Outline
 from zoo.planner.plan import Plan
-from zoo.profiling.step_profile import Outline
 from zoo.tracing.isolated_trace import step_trace_of
 from zoo.tracing.partition import block_paths, partition
 

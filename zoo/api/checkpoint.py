@@ -10,12 +10,12 @@ from torch import nn
 from zoo.errors import ArgumentError, shortened
 from zoo.invocation import Inputs, Invocation, check_loss, check_module, check_step
 from zoo.loss import Loss
+from zoo.planner.event_costs import Outline
 from zoo.planner.plan import Plan
 from zoo.policy.goal import Budget, Checkpoint, Offload, OffloadOption, Overhead, goal_for
 from zoo.policy.training_step import TrainingStep, outputs_held
 from zoo.profiling.optimizer_memory import OptimizerOption
 from zoo.profiling.progress import shown
-from zoo.profiling.step_profile import Outline
 from zoo.tracing.forward_patch import Patch
 from zoo.tracing.isolated_trace import step_trace_of
 from zoo.tracing.partition import partition, paths_of

@@ -23,6 +23,7 @@ from zoo.errors import ArgumentError
 from zoo.invocation import Inputs, Invocation, check_step, fake_at
 from zoo.loss import Loss, checked_loss, nothing_trained, own_loss, with_loss_errors
 from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
+from zoo.planner.event_costs import Outline
 from zoo.planner.plan import Plan
 from zoo.policy.budget import StepPlanner
 from zoo.policy.decision import TracedStep, plans_for
@@ -35,7 +36,6 @@ from zoo.profiling.memory_tracker import Tracker
 from zoo.profiling.optimizer_memory import MakeOptimizer, OptimizerOption, maker_of, optimizer_from
 from zoo.profiling.peak_memory import measure_step
 from zoo.profiling.progress import each, shown
-from zoo.profiling.step_profile import Outline
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.profiling.timeline import Timeline, compare
 from zoo.report.pictures import plots

@@ -19,7 +19,7 @@ from zoo.cli.parser import MODEL, Answer, command
 from zoo.cli.values import shapes, shapes_text
 from zoo.errors import ArgumentError, nearest, shortened
 from zoo.invocation import Invocation
-from zoo.profiling.step_profile import Outline
+from zoo.planner.event_costs import Outline
 from zoo.profiling.tensor_spec import tensors_in
 from zoo.report.escaping import markdown_table
 from zoo.report.step_axis import block_name

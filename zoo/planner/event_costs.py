@@ -22,7 +22,7 @@ than at both ends of their row. Cuts between modules stay, where a block may beg
 import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from zoo.planner.costs import StepCosts
@@ -69,6 +69,51 @@ def storages_used(events: Iterable[tuple[int, Event]]) -> defaultdict[int, Stora
             of_number.writes |= event.writes
             of_number.keeps |= event.keeps
     return uses
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The steps of a plan that a training step is cut into.
+
+    Attributes:
+        names: the names of the steps, in order.
+        blocks: for each step the number of the block that it belongs to.
+        whole: the steps that are each worth a segment: several kernels without a cut between.
+        events: those of forward and backward.
+        specs: the different kernel calls, as `KernelSpec` or None, by their numbers in the events.
+        cuts: the first operator of each step, and that of the loss if there is one.
+        lines: "file:line" of the code that each step begins with; "" if unknown.
+        shapes: the shapes of the tensors that the last kernel of each step returned.
+        parameters: numbers of the model's parameters that each step uses.
+        dry_step: runs a `DryStep` of the model, and returns its log or a `FailedCall`; None where
+            there is no such step.
+    """
+
+    names: tuple[str, ...]
+    blocks: tuple[int, ...]
+    whole: frozenset[int]
+    events: StepEvents
+    specs: Sequence[Any]
+    cuts: tuple[int, ...]
+    lines: tuple[str, ...]
+    shapes: tuple[tuple[tuple[int, ...], ...], ...]
+    parameters: tuple[frozenset[int], ...]
+    dry_step: Callable[[Any], Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def step_of(self, operator: int) -> int:
+        """Returns the number of the step that an operator belongs to; behind the last, the loss."""
+        return max(bisect.bisect_right(self.cuts, operator) - 1, 0)
+
+    def without_loss(self) -> "Outline":
+        """Returns the steps of the model alone."""
+        if len(self.cuts) == len(self):
+            return self
+        # a dry step has the loss
+        events = self.events.before(self.cuts[-1])
+        return replace(self, events=events, cuts=self.cuts[:-1], dry_step=None)
 
 
 class Rates(NamedTuple):

@@ -106,10 +106,19 @@ class StepPlanner:
 
     def _least_within(self, time_ratio: float) -> Point:
         """Returns the judged plan of the least peak that takes at most so much time."""
-        within = [point for point in self._proposed if point.time_ratio <= time_ratio]
-        lowest = (within or [self.judge.keeps_all])[:LOWEST]
-        judged = (self.judge.judged(point) for point in lowest)
-        return min(judged, key=attrgetter("peak", "time_ratio"))
+        judged, share = [self.baseline], 1.0
+        for _ in range(LOWEST):
+            # the engine recomputes less than the costs of the steps say, by a share like the last
+            within = [p for p in self._proposed if 1 + share * (p.time_ratio - 1) <= time_ratio]
+            known = {(point.plan, point.offloads) for point in judged}
+            left = [p for p in within if (p.plan, p.offloads) not in known]
+            if not left:
+                break
+            judged.append(self.judge.judged(left[0]))
+            if left[0].time_ratio > 1:
+                share = (judged[-1].time_ratio - 1) / (left[0].time_ratio - 1)
+        quick = (point for point in judged if point.time_ratio <= time_ratio)
+        return min(quick, key=attrgetter("peak", "time_ratio"))
 
     def plans_with_room(self, chosen: Point, budget: int | None) -> list[RoomyPlan]:
         """Returns the plan that was chosen for bytes, and slower ones for larger inputs.
@@ -121,8 +130,9 @@ class StepPlanner:
             return [self.roomy(chosen)]
         fixed, plans = self.step.fixed, list[RoomyPlan]()
         still = fixed.beside_activations - fixed.inputs
-        error = chosen.peak - self.step.point(chosen.plan, offloads=chosen.offloads).peak
-        slower = (p for p in reversed(self._proposed) if p.time_ratio > chosen.time_ratio)
+        proposal = self.step.point(chosen.plan, offloads=chosen.offloads)
+        error = chosen.peak - proposal.peak
+        slower = (p for p in reversed(self._proposed) if p.time_ratio > proposal.time_ratio)
         others = (replace(point, peak=point.peak + error) for point in slower)
         for point in (chosen, *others):
             room = (budget - still) / (point.peak - still)
@@ -261,7 +271,7 @@ class StepPlanner:
             fixed=step.fixed,
             at_peak=self.judge.at_peak(point),
             flops=sum(step.costs.flops),
-            recomputed_flops=result.recomputed_flops,
+            recomputed_flops=at.flops,
             names=step.outline.names,
             blocks=step.costs.blocks[: step.steps],
             saved=step.costs.newly_saved()[: step.steps],

@@ -24,6 +24,7 @@ from zoo.invocation import InputSpec, Invocation, device_of
 from zoo.optimizer.in_backward import attached_to
 from zoo.planner import schemes
 from zoo.planner.costs import LEAST_OFFLOADED, simulate
+from zoo.planner.event_costs import Outline
 from zoo.planner.least_memory import least_memory
 from zoo.planner.plan import Plan, RoomyPlan
 from zoo.policy.budget import StepPlanner
@@ -32,7 +33,6 @@ from zoo.policy.judge import OUTSIDE, Sides
 from zoo.policy.training_step import CountedStep, TrainingStep, without_optimizer
 from zoo.profiling.kernel_costs import is_of_kind
 from zoo.profiling.progress import shown
-from zoo.profiling.step_profile import Outline
 from zoo.units import exact_bytes, format_bytes
 
 _log = logging.getLogger("zoo")

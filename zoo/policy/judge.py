@@ -44,13 +44,22 @@ class Judge:
         return self.step.point(Plan.keep_all(len(self.step.costs)))
 
     def judged(self, proposal: Point, sides: Sides = ()) -> Point:
-        """Returns a plan, given with its costs by the steps, with what a dry step by it takes."""
+        """Returns a plan, given with its costs by the steps, with what a dry step by it takes.
+
+        The seconds of a plan that offloads are those of its simulation, which has a clock for the
+        copies.
+        """
         plan = self.step.of_model(proposal).plan
         step = self.judgement(plan, proposal.offloads, sides)
         if step is not None:
             # a dry step makes the state of cuDNN's dropout, which others find and a segment copies
             copied = self.step.dropout_state if proposal.plan.depth() else 0
             self.error = self.step.peak(step.peak + copied, step.held) - proposal.peak
+            share = step.flops / self.step.flops
+            proposal = replace(proposal, recomputed_share=share)
+            if not proposal.offloaded:
+                time_ratio = 1 + step.seconds / self.step.seconds
+                proposal = replace(proposal, time_ratio=time_ratio)
         return replace(proposal, peak=proposal.peak + self.error)
 
     def judgement(

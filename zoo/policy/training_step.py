@@ -15,7 +15,8 @@ it, and so do the workspaces of cuBLAS, so that a budget limits `torch.cuda.max_
 """
 
 import contextlib
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,16 +28,27 @@ from zoo.engine.host_memory import copy_rate
 from zoo.engine.operator_effects import DROPOUT_STATE
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError
-from zoo.invocation import device_of, title_of
+from zoo.invocation import device_of, kernel_device, title_of
 from zoo.loss import Loss
 from zoo.optimizer.in_backward import attached_to
 from zoo.optimizer.independence import optimizer_like
 from zoo.planner.costs import AT_ONCE, CopyRate, Simulation, StepCosts, computed_once, simulate
+from zoo.planner.dry_step import KernelRates
+from zoo.planner.event_costs import Outline, Rates, costs_of
 from zoo.planner.plan import Plan
+from zoo.planner.step_events import KernelRun
 from zoo.policy.plan_report import FixedBytes, Point
-from zoo.profiling.caching_allocator import Rounding, rounding_of
+from zoo.profiling.caching_allocator import Rounding, as_requested, rounding_of
 from zoo.profiling.cudnn_recurrent import dropout_state_bytes
-from zoo.profiling.kernel_costs import Device, KernelCosts, rated_device, rated_name
+from zoo.profiling.kernel_costs import (
+    Device,
+    KernelCosts,
+    device_like,
+    held_by_libraries,
+    measure_kernels,
+    rated_device,
+    rated_name,
+)
 from zoo.profiling.optimizer_memory import (
     MakeOptimizer,
     OptimizerBytes,
@@ -47,8 +59,10 @@ from zoo.profiling.optimizer_memory import (
 )
 from zoo.profiling.peak_memory import resident_bytes
 from zoo.profiling.progress import shown
-from zoo.profiling.step_profile import Outline, Profile
+from zoo.profiling.step_mode import UpdateBytes
 
+# a floating-point type by the bytes of an element
+TYPES = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16, 1: torch.float8_e5m2}
 # bytes of scalars that torch allocates in C++, such as a learning rate
 NUMBERS = 64
 # the optimizer that steps in the backward, or AdamW, with a warning
@@ -149,6 +163,93 @@ def outputs_held(holds_outputs: bool | None, loss: object) -> bool:
     A step with a loss is `loss(model(x)).backward()`, as losses are called.
     """
     return loss is None if holds_outputs is None else holds_outputs
+
+
+class Profile:
+    """The costs of an outline's steps on a device; `rounding` gives the bytes of a storage.
+
+    Attributes:
+        specs: the different kernel calls.
+        gradient_bytes: bytes of the gradients of all parameters.
+        constants: bytes of tensors that the functions of the step hold, such as targets.
+        returned: storages that a program's variables may hold: outputs, and the loss.
+        remaining: storages that the model holds when the step is over.
+        is_trained: whether anything needs a gradient.
+    """
+
+    def __init__(
+        self, model: nn.Module, outline: Outline, rounding: Rounding = as_requested
+    ) -> None:
+        self.outline, self.events = outline, outline.events
+        if rounding is not as_requested:
+            self.events = self.events.rounded(rounding)
+        self.device, self.specs = kernel_device(model), outline.specs
+        self.gradient_bytes, self.constants = sum(self.events.trained), sum(self.events.constants)
+        self.returned = self.events.outputs | self.events.ends
+        self.remaining = self.events.remaining
+        self.is_trained = len(self.events.backward) > 1
+
+    def kernels(self, *, timed: bool = True) -> list[KernelCosts | None]:
+        """Measures each different kernel on the model's device, unless it was measured before."""
+        return measure_kernels(self.specs, self.device, timed=timed)
+
+    def costs(
+        self,
+        device: Device | None = None,
+        kernels: Sequence[KernelCosts | None] = (),
+        updates: UpdateBytes | None = None,
+        *,
+        accumulates: bool = False,
+    ) -> StepCosts:
+        """Returns the costs of all steps.
+
+        Args:
+            device: its peak rates give the seconds of kernels that are not measured; None is a
+                device like the model's.
+            kernels: the costs of each different kernel, from `kernels`.
+            updates: bytes that an optimizer in the backward takes for a parameter, by the
+                parameter's form; None for an optimizer after it.
+            accumulates: whether gradients are added to those of earlier backwards.
+        """
+        seconds = self._seconds(device, kernels)
+        blocks, cuts = self.outline.blocks, self.outline.cuts
+        if len(cuts) > len(blocks):
+            blocks = (*blocks, blocks[-1] + 1 if blocks else 0)
+        workspaces = [0 if cost is None else cost.workspace for cost in kernels]
+        rates = Rates(seconds, workspaces)
+        return costs_of(self.events, cuts, blocks, rates, updates, accumulates=accumulates)
+
+    def rates(
+        self, device: Device | None = None, kernels: Sequence[KernelCosts | None] = ()
+    ) -> KernelRates:
+        """Returns what each different kernel costs; arguments are those of `costs`."""
+        seconds, count = self._seconds(device, kernels), len(self.specs)
+        runs: list[KernelRun] = [KernelRun()] * count
+        of_forward = (event for _, event in self.events.forward)
+        of_nodes = (event for run in self.events.backward for event in run.events)
+        for event in itertools.chain(of_forward, of_nodes):
+            if type(event) is KernelRun:
+                runs[event.number] = event
+        workspaces = [0 if cost is None else cost.workspace for cost in kernels] or [0] * count
+        return KernelRates(workspaces, [*map(seconds, runs)], [run.flops for run in runs])
+
+    def _seconds(
+        self, device: Device | None, kernels: Sequence[KernelCosts | None]
+    ) -> Callable[[KernelRun], float]:
+        like = device or device_like(self.device)
+
+        def seconds(kernel: KernelRun) -> float:
+            if kernels and (cost := kernels[kernel.number]) is not None:
+                return cost.seconds
+            return like.seconds(kernel.flops, kernel.moved, TYPES[kernel.itemsize])
+
+        return seconds
+
+    def held_by_libraries(
+        self, device: Device | None = None, kernels: Sequence[KernelCosts | None] = ()
+    ) -> int:
+        """Returns the bytes that libraries hold beside a step; arguments are those of `costs`."""
+        return held_by_libraries(self.specs, device or device_like(self.device), kernels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,6 +393,16 @@ class CountedStep:
         return self.costs.with_parameter_gradients()
 
     @computed_once
+    def seconds(self) -> float:
+        """Seconds of forward and backward without recomputation; 1 if none are known."""
+        return sum(self.costs.seconds) + sum(self.costs.seconds_backward) or 1.0
+
+    @computed_once
+    def flops(self) -> int:
+        """Floating-point operations of the forward; 1 if there are none."""
+        return sum(self.costs.flops) or 1
+
+    @computed_once
     def resident(self) -> int:
         """Bytes that are there in forward and backward under every plan."""
         return self.fixed.beside_activations + self.fixed.gradients * self.training.accumulates
@@ -330,13 +441,12 @@ class CountedStep:
         `result` is its simulation with the gradients of parameters, if that is known.
         """
         result = result or self.simulate(plan, self.costs_with_gradients, offloads)
-        seconds = sum(self.costs.seconds) + sum(self.costs.seconds_backward) or 1.0
         return Point(
             self.peak(result.peak, self.costs.bytes_of(self.costs.held_until_end)),
-            1 + (result.recomputed_seconds + result.waited_seconds) / seconds,
+            1 + (result.recomputed_seconds + result.waited_seconds) / self.seconds,
             plan,
             name,
-            result.recomputed_flops / (sum(self.costs.flops) or 1),
+            result.recomputed_flops / self.flops,
             result.offloaded,
             tuple(step for step, size in enumerate(result.on_host) if size),
         )

@@ -20,7 +20,7 @@ from zoo._torch import (
     sequence_number,
 )
 from zoo.engine.devices import draws_of
-from zoo.engine.operator_effects import effects_of
+from zoo.engine.operator_effects import effects_of, statistics_of
 from zoo.engine.saved_tensors import pack, unpack
 from zoo.engine.segments import thread
 from zoo.planner.dry_step import ForwardEnd, Made, Ran, Returned, Row, There
@@ -57,7 +57,7 @@ class StepLedger(StepMode):
     def __init__(self, numbers: Mapping[CallKey, int], *, shares_casts: bool = False) -> None:
         super().__init__()
         self.rows: list[Row] = []
-        self._kernels = numbers
+        self._kernels: dict[CallKey | None, int] = dict(numbers.items())
         self._graph.shares_casts = shares_casts
         self._made = 0
         self._attributes: list[object] = []
@@ -150,7 +150,11 @@ class StepLedger(StepMode):
                 self._graph.note_result(tensor)
         if starts_kernel(func):
             operator = len(self._nodes) - 1 if self._is_forward else self._operator_of_node
-            number = -1 if key is None else self._kernels.get(key, -1)
+            number = self._kernels.get(key, -1)
+            if statistics := statistics_of(effects_of(func), args):
+                # the engine leaves them out of a replay, which takes as long
+                without = (*(None if n in statistics else value for n, value in enumerate(args)),)
+                self._kernels.setdefault(key_of(func, without, kwargs), number)
             reads = (*self.numbers_of(inputs),) if self._is_forward else ()
             self.note(Ran(number, operator, thread.replaying, reads))
         return result

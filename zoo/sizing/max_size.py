@@ -283,8 +283,7 @@ class _Search:
             )
         planner = estimates.planner_of(count)
         point = estimates.policy(planner, max(target, needed(count) or 0))
-        costs, kernels = planner.step.costs, planner.step.kernels
-        seconds = sum(costs.seconds) + sum(costs.seconds_backward)
+        step = planner.step
         return Largest(
             size=count * unit,
             budget=self.budget,
@@ -294,7 +293,7 @@ class _Search:
             measured_peak=None,
             plan=point.plan,
             predicted_time_ratio=point.time_ratio,
-            predicted_seconds=seconds * point.time_ratio if kernels else None,
+            predicted_seconds=step.seconds * point.time_ratio if step.kernels else None,
             offloaded=point.offloaded,
             offloads=point.offloads,
         )

@@ -41,9 +41,8 @@ from torch import nn
 from zoo.engine.kernel_segments import Visit
 from zoo.errors import ArgumentError, nearest
 from zoo.models.model import Model
-from zoo.planner.event_costs import StorageUses, storages_used, useful_cuts
+from zoo.planner.event_costs import Outline, StorageUses, storages_used, useful_cuts
 from zoo.planner.step_events import Call, KernelRun, Saved, StepEvents, Viewed
-from zoo.profiling.step_profile import Outline
 from zoo.tracing.isolated_trace import RunsLaterError, StepTrace
 
 # kernels whose results a later kernel fills, or that copy a tensor for another layout

@@ -61,6 +61,7 @@ from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError, BudgetError, PlanError
 from zoo.invocation import InputSpec, Invocation, needs_gradients
 from zoo.models.model import Model
+from zoo.planner.event_costs import Outline
 from zoo.planner.plan import RoomyPlan
 from zoo.planner.schemes import SegmentsError
 from zoo.policy.decision import TracedStep, plans_for
@@ -70,7 +71,6 @@ from zoo.policy.training_step import TrainingStep
 from zoo.profiling.cast_cache import caches_casts
 from zoo.profiling.isolation import PLANNING
 from zoo.profiling.progress import shown
-from zoo.profiling.step_profile import Outline
 from zoo.profiling.tensor_spec import tensors_held_by
 from zoo.tracing.forward_patch import BlockMark, Patch, is_compiled
 from zoo.tracing.isolated_trace import (
