@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from tests.tracing.runs import MODELS, Deciding, InPlace, calls_in, names_in, traced
 from tests.training import Counting
 from zoo._torch import FakeTensorMode
+from zoo.errors import ArgumentError
 from zoo.invocation import Invocation
 from zoo.profiling.step_recorder import StepRecorder
+from zoo.profiling.tensor_spec import KernelSpec
 
 
 @pytest.mark.parametrize("name", ["net", "lstm", "in place", "custom"])
@@ -121,3 +123,20 @@ def test_other_threads_are_not_traced() -> None:
         thread.start()
         thread.join()
     assert recorder.events.operators == []
+
+
+def test_an_error_of_the_recorder_never_reaches_the_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("no such kernel")
+
+    model, x = nn.Linear(6, 6), torch.rand(4, 6)
+    expected = model(x)
+    monkeypatch.setattr(KernelSpec, "of", fails)
+    recorder = StepRecorder(model)
+    with recorder:
+        output = model(x)
+    torch.testing.assert_close(output, expected, rtol=0, atol=0)
+    with pytest.raises(ArgumentError, match=r"Linear cannot be planned for .*: no such kernel\)"):
+        _ = recorder.events

@@ -32,7 +32,7 @@ from torch.autograd.graph import Node
 
 from zoo._torch import interpreted_backward, sequence_number
 from zoo.engine.recompute import is_packing
-from zoo.engine.tensor_state import is_dense
+from zoo.engine.tensor_state import is_dense, storage_of
 from zoo.profiling.fake_tensors import NumbersNeeded
 
 # the name of the node of a cast
@@ -174,11 +174,11 @@ def gradients_of(
     """Yields leaves with the gradients of the sum of `roots`, each when its gradient is complete.
 
     `roots` is emptied, so that each node is freed after it ran, together with its saved tensors.
-    `on_node` is called before each node runs, and returns whether the gradients of the node are
-    copied; `on_end` when it has released its saved tensors, before its gradients are added to
-    others. Nodes in front of the `graph` get gradients and are not run. With `keeps_graph` the
-    graph stays as it was: backwards and hooks for saved tensors that the program defines are not
-    called, and zeros stand for their gradients.
+    `on_node` is called before each node runs, and returns whether gradients that are views of the
+    node's own are copied; `on_end` when it has released its saved tensors, before its gradients are
+    added to others. Nodes in front of the `graph` get gradients and are not run. With `keeps_graph`
+    the graph stays as it was: backwards and hooks for saved tensors that the program defines are
+    not called, and zeros stand for their gradients.
     """
     with interpreted_backward():
         yield from _gradients_of(roots, on_node, on_end, graph, keeps_graph)
@@ -217,7 +217,7 @@ def _gradients_of(
         is_skipped = keeps_graph and (is_hooked or _is_users(node))
         gradients = _zeros_instead(node) if is_skipped else _run(node, incoming)
         if is_copied:
-            gradients = [None if part is None else part.clone() for part in gradients]
+            gradients = _copies(gradients, incoming.gradients)
         following = _following(node, casts)
         fitted = [
             None if behind is None else pending[behind].fitted(gradient, number)
@@ -313,6 +313,17 @@ def _leaf_of(node: Node) -> Tensor | None:
     """Returns the leaf whose gradient a node adds up; None for any other node."""
     # an autograd.Function may have an attribute named `variable`
     return None if _is_function(node) else getattr(node, "variable", None)
+
+
+def _copies(
+    gradients: Sequence[Tensor | None], incoming: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Returns gradients with memory of their own, in place of views of the incoming ones."""
+    given = [id(storage_of(part)) for part in incoming if part is not None]
+    return [
+        part if part is None or id(storage_of(part)) not in given else part.clone()
+        for part in gradients
+    ]
 
 
 def _is_function(node: Node) -> bool:

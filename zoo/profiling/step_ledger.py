@@ -21,15 +21,12 @@ from zoo._torch import (
 )
 from zoo.engine.devices import draws_of
 from zoo.engine.operator_effects import effects_of, statistics_of
-from zoo.engine.saved_tensors import pack, unpack
 from zoo.engine.segments import thread
 from zoo.planner.dry_step import ForwardEnd, Made, Ran, Returned, Row, There
 from zoo.planner.step_events import Freed
 from zoo.profiling.fake_results import LIFT
 from zoo.profiling.fake_tensors import QUESTIONS, answer
 from zoo.profiling.step_mode import (
-    SavedMemory,
-    SavedTensor,
     StepMode,
     kernel_now,
     starts_kernel,
@@ -176,25 +173,10 @@ class StepLedger(StepMode):
         self._begin(storage, number)
         return number
 
-    def pack(self, tensor: Tensor) -> tuple[PyTree, None]:
-        """Returns what the engine has packed."""
-        return pack(tensor), None
-
-    def unpack(self, saved: SavedTensor) -> Tensor:
-        """Returns what the engine had packed."""
-        assert saved.packed is not None, "its node has not run"
-        return unpack(saved.packed)
-
     def _on_node(self, node: Node) -> bool:
         if hasattr(node, "__dict__"):
             self._attributes += vars(node).values()
         return super()._on_node(node)
-
-    def release(self, saved: Iterable[SavedMemory]) -> None:
-        """Frees what a node has saved; a node may be alive after it ran."""
-        for memory in saved:
-            if (one := memory.stand_in()) is not None:
-                one.packed = None
 
 
 def _draw(args: Args, kwargs: Kwargs) -> None:

@@ -22,6 +22,7 @@ from zoo._torch import Args, Kwargs, Operator, sequence_number
 from zoo.engine.dispatch_keys import kernel_of, with_present_keys
 from zoo.engine.operator_effects import DETACH, Kernel, effects_of, is_view
 from zoo.engine.recorder import KernelMode
+from zoo.engine.saved_tensors import pack, unpack
 from zoo.engine.segments import thread
 from zoo.engine.tensor_state import alive, gone
 from zoo.planner.step_events import AT_END, Freed, Gradient
@@ -85,7 +86,7 @@ class SavedMemory:
 class SavedTensor:
     """Autograd's stand-in for a tensor that it saved, which its node holds until it has run.
 
-    `packed` is None once it is released, and `spec` for a tensor that is not strided.
+    `packed` is what the engine, or the log, made of it; None once it is released.
     """
 
     packed: Any
@@ -123,17 +124,19 @@ class StepMode(KernelMode):
         """Notes that a storage is freed."""
         self.note(Freed(number))
 
-    def pack(self, tensor: Tensor) -> tuple[Any, TensorSpec | None]:
-        """Returns what stands for a tensor that autograd saves, and its spec."""
-        raise NotImplementedError
+    def pack(self, tensor: Tensor, storages: frozenset[int]) -> tuple[Any, TensorSpec | None]:
+        """Returns what stands for a tensor that autograd saves, and its spec if that is needed."""
+        return pack(tensor), None
 
     def unpack(self, saved: SavedTensor) -> Tensor:
         """Returns a saved tensor to its node."""
-        raise NotImplementedError
+        assert saved.packed is not None, "its node has not run"
+        return unpack(saved.packed)
 
     def release(self, saved: Iterable[SavedMemory]) -> None:
-        """Called when a node has released what it had saved."""
-        raise NotImplementedError
+        """Frees what a node has saved, which may be alive after it ran."""
+        for stand_in in alive(memory.stand_in for memory in saved):
+            stand_in.packed = None
 
     def hooks(self) -> saved_tensors_hooks:
         """Returns hooks that note saved tensors; enter them around the forward."""
@@ -193,7 +196,7 @@ class StepMode(KernelMode):
         is_late = tensor._base is not None and tensor._version > 0
         memory = SavedMemory(self.numbers_of([tensor]), is_late)
         self._saved_by.setdefault(sequence_number() - 1, []).append(memory)
-        saved = SavedTensor(*self.pack(tensor), memory)
+        saved = SavedTensor(*self.pack(tensor, memory.storages), memory)
         memory.stand_in = weakref.ref(saved)
         return saved
 

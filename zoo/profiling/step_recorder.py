@@ -44,9 +44,9 @@ from zoo.engine.operator_effects import (
     name_of,
     written_by,
 )
-from zoo.engine.saved_tensors import is_in_graph, pack, unpack
+from zoo.engine.saved_tensors import is_in_graph
 from zoo.engine.segments import thread
-from zoo.engine.tensor_state import detached, has_own_storage, storage_of
+from zoo.engine.tensor_state import alive, detached, has_own_storage, storage_of
 from zoo.errors import ArgumentError
 from zoo.planner.step_events import (
     AT_END,
@@ -109,7 +109,7 @@ class StepRecorder(StepMode):
         is_real: bool = False,
     ) -> None:
         super().__init__()
-        self.thread = threading.get_ident()
+        self._thread = threading.get_ident()
         self.dispatched: list[Operator] = []
         self.positions: list[int] = []
         self._model, self._is_real, self._caches_casts = model, is_real, caches_casts()
@@ -213,10 +213,8 @@ class StepRecorder(StepMode):
         self._is_forward = False
         self._begin_node(AT_END)
         self._fake_mode = active_fake_mode()
-        for memory in (m for memories in self._saved_by.values() for m in memories):
-            saved = memory.stand_in()
-            if not self._is_real and saved is not None and saved.spec is not None:
-                saved.packed = None
+        if not self._is_real:
+            self._drop_saved()
         gradients: list[object] = []
         try:
             gradients = self._walk(roots, keeps_graph=self._is_real)
@@ -228,6 +226,13 @@ class StepRecorder(StepMode):
         if self._held_of_forward():
             gc.collect()
         self._events.remaining = self._held_of_forward()
+
+    def _drop_saved(self) -> None:
+        """Lets autograd hold no saved tensor that a fake will stand for: one that is strided."""
+        saved = (memory.stand_in for memories in self._saved_by.values() for memory in memories)
+        for stand_in in alive(saved):
+            if stand_in.spec is not None:
+                stand_in.packed = None
 
     def _held_of_forward(self) -> frozenset[int]:
         if self._is_real:
@@ -273,7 +278,7 @@ class StepRecorder(StepMode):
         inputs, effects = tensors_in((args, kwargs)), effects_of(func)
         call = None
         if self._is_forward:
-            is_own = threading.get_ident() == self.thread and not thread.replaying
+            is_own = threading.get_ident() == self._thread and not thread.replaying
             if is_own and getattr(func, "namespace", "") != "prim":
                 call = self._call(func, inputs, args, kwargs, frame)
             # the forward itself made what lies in memory that one of its kernels has allocated
@@ -432,19 +437,19 @@ class StepRecorder(StepMode):
         if self._is_forward or number >= self._made_before:
             self.note(Freed(number))
 
-    def pack(self, tensor: Tensor) -> tuple[PyTree, TensorSpec | None]:
+    def pack(self, tensor: Tensor, storages: frozenset[int]) -> tuple[PyTree, TensorSpec | None]:
         """Notes what autograd saves; the engine's hooks pack it in a real step."""
         operator = self._operator_of(sequence_number() - 1)
-        for number in self.numbers_of([tensor]):
+        for number in storages:
             saved = Saved(number, is_blank=number in self._blank)
             self._events.forward.append((operator, saved))
         spec = TensorSpec.of(tensor) if tensor.layout is torch.strided else None
-        return pack(tensor) if self._is_real else _without_graph(tensor), spec
+        return super().pack(tensor, storages)[0] if self._is_real else _without_graph(tensor), spec
 
     def unpack(self, saved: SavedTensor) -> Tensor:
         """Returns a saved tensor; in the backward a fake one, which its node alone holds."""
         if self._fake_mode is None or saved.spec is None:
-            return unpack(saved.packed) if self._is_real else saved.packed
+            return super().unpack(saved) if self._is_real else saved.packed
         fake = saved.spec.fake(self._fake_mode)
         storage, number = fake.untyped_storage(), next(iter(saved.memory.storages), LEFT_OUT)
         if number in self._reserves:
