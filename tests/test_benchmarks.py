@@ -3,6 +3,7 @@
 import importlib
 import mmap
 import re
+import time
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.documents import ROOT
-from zoo.profiling.isolation import in_fork
+from zoo.profiling.isolation import ForkedCall, in_fork
 
 UNAVAILABLE = (ImportError, RuntimeError)
 
@@ -183,3 +184,52 @@ def test_the_memory_of_planning_is_that_of_the_call_or_of_what_it_forked(monkeyp
     here, nothing, forked = in_fork(lambda: [spent(run)["memory"] for run in runs])
     assert here - nothing > large // 2, "what was freed before a call is not its own"
     assert forked - nothing > large // 2
+
+
+@pytest.fixture
+def budgets(peers, monkeypatch):
+    """The script of plans for budgets, with a tiny model."""
+    script = importlib.import_module("budgets")
+    monkeypatch.setitem(script.SMALL, "tiny", lambda: tiny()[:2])
+    return script
+
+
+def test_each_budget_has_a_plan_within_it_and_those_of_another_checkout_are_judged(budgets):
+    model, inputs = budgets.SMALL["tiny"]()
+    asked = budgets.plans((model, inputs), {})
+    rows = [row for row in asked["rows"] if "plan" in row]
+    assert rows, "no budget is kept"
+    limits = [row["budget"] for row in asked["rows"]]
+    again = budgets.plans(
+        (model, inputs), {"budgets": limits, "plans": [row.get("plan") for row in asked["rows"]]}
+    )
+    for row in (row for row in again["rows"] if "plan" in row):
+        assert row["judgements"] > 0
+        assert row["other time"] == row["time"]
+        assert row["other peak"] <= row["budget"]
+
+
+def test_a_plan_is_marked_by_how_it_stands_beside_the_other(budgets):
+    def mark(other_peak, **here):
+        row = {"budget": 100, "other time": 1.1, "other peak": other_peak, **here}
+        return budgets.mark_of(row, {"time": 1.1}, least=50)
+
+    assert [mark(101), mark(100), mark(100, time=1.2), mark(100, time=1.12)] == ["!", "-", ">", ""]
+    assert budgets.mark_of({"budget": 100}, {}, least=100) == ""
+    near = {"budget": 100, "other time": 1.1, "other peak": 100}
+    assert budgets.mark_of(near, {"time": 1.1}, least=100) == "~"
+
+
+def test_the_seconds_of_a_process_that_is_alive_are_counted(budgets):
+    def work():
+        until = time.process_time() + 0.3
+        while time.process_time() < until:
+            pass
+
+    before = budgets.spent()
+    child = ForkedCall(work, lambda _: None)
+    child.receive()
+    alive = budgets.spent() - before
+    child.close()
+    assert 0.25 < alive < 5
+    assert budgets.spent() - before >= alive - 0.1

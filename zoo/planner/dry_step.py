@@ -197,9 +197,8 @@ class _Walk:
         self.total = self.alive["gradients"]
         self.phase, self.operator = FORWARD, 0
         self.peak = self.activations = -1
-        # the row at which the peak is, and what is alive then
+        # the row at which the peak is
         self.position = self.peak_at = 0
-        self.there: dict[int, int] = {}
         self.at_peak: tuple[str, int, dict[str, int], int] = (FORWARD, 0, {**self.alive}, 0)
         self.seconds, self.flops = 0.0, 0
         self.look(0)
@@ -263,7 +262,7 @@ class _Walk:
         total = self.total + work
         self.activations = max(self.activations, total - self.alive["gradients"])
         if total > self.peak:
-            self.peak, self.peak_at, self.there = total, self.position, self.sizes.copy()
+            self.peak, self.peak_at = total, self.position
             self.at_peak = self.phase, self.operator, {**self.alive}, work
 
     def result(self) -> StepBytes:
@@ -277,6 +276,11 @@ class _Walk:
         later = [row for row in self.log[self.peak_at :] if type(row) is Ran]
         read = {storage for row in later for storage in row.reads}
         unread = self.freed_in_forward - read - remaining
+        there = self.sizes_at_peak()
+
+        def bytes_of(storages: Iterable[int]) -> int:
+            return sum(there.get(storage, 0) for storage in storages)
+
         return StepBytes(
             phase=phase,
             operator=operator,
@@ -286,11 +290,21 @@ class _Walk:
             activations=self.activations,
             seconds=self.seconds,
             flops=self.flops,
-            returned=self.bytes_there(returned),
-            remaining=self.bytes_there(remaining),
-            unread=self.bytes_there(unread) if phase is FORWARD else 0,
+            returned=bytes_of(returned),
+            remaining=bytes_of(remaining),
+            unread=bytes_of(unread) if phase is FORWARD else 0,
         )
 
-    def bytes_there(self, storages: Iterable[int]) -> int:
-        """Returns the bytes of those storages that are alive at the peak."""
-        return sum(self.there.get(storage, 0) for storage in storages)
+    def sizes_at_peak(self) -> dict[int, int]:
+        """Returns the bytes of the storages that are alive at the peak.
+
+        A second walk finds them: to copy them at each new peak takes quadratic time.
+        """
+        again = _Walk(self.log, self.rounding, self.rates, self.gradients)
+        for row in self.log[: self.peak_at]:
+            if type(row) is not Ran:
+                again.pass_on(row)
+        for row in self.log[self.peak_at : self.peak_at + 1]:
+            if type(row) is Made:
+                again.make(row)
+        return again.sizes
