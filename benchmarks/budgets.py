@@ -114,6 +114,11 @@ def planner_of(built: Built) -> StepPlanner:
     return planner_for(model, inputs, optimizer=None, device="a100", measured=False)
 
 
+def step_of(planner: StepPlanner) -> Any:
+    """Returns the counted step; in another checkout the planner may be that itself."""
+    return getattr(planner, "step", planner)
+
+
 class Judge:
     """Runs dry steps, each of them once, and notes those that were asked for."""
 
@@ -134,16 +139,17 @@ def plans(built: Built, asked: Json) -> Json:
     Plans of the other checkout that are among what is `asked` are judged, too.
     """
     planner = planner_of(built)
-    judge = None if planner.outline.dry_step is None else Judge(planner.outline.dry_step)
+    outline = step_of(planner).outline
+    judge = None if outline.dry_step is None else Judge(outline.dry_step)
     # the outline is frozen
-    vars(planner.outline)["dry_step"] = judge
+    vars(outline)["dry_step"] = judge
     budgets = asked.get("budgets") or [int(share * planner.baseline.peak) for share in SHARES]
     others = asked.get("plans") or [None] * len(budgets)
     rows: list[Json] = []
     for budget, other in zip(budgets, others, strict=True):
         if judge is not None:
             judge.asked.clear()
-            planner._judgements.clear()
+            planner.judge._known.clear()
         row = {"budget": budget}
         with contextlib.suppress(BudgetError):
             report = planner.report(budget, None)
@@ -170,9 +176,10 @@ def stages(built: Built, _: Json) -> Json:
     at = [spent()]
     planner = planner_of(built)
     at.append(spent())
-    blocks = planner.outline.blocks
-    for plan in (Plan.keep_all(planner.steps), schemes.each_block(blocks), schemes.sqrt(blocks)):
-        assert planner.judgement(plan) is not None, "the trace is kept for it"
+    step = step_of(planner)
+    blocks = step.outline.blocks
+    for plan in (Plan.keep_all(step.steps), schemes.each_block(blocks), schemes.sqrt(blocks)):
+        assert planner.judge.judgement(plan) is not None, "the trace is kept for it"
         at.append(spent())
     return {"seconds": [after - before for before, after in itertools.pairwise(at)]}
 
