@@ -60,11 +60,11 @@ def test_checkpointing_changes_no_bit_and_saves_memory(
     """Runs a family's variants here, each as the comparison does in a process of its own."""
     traces: dict[Any, StepTrace] = {}
 
-    def traced(model: Any, given: Any, loss: Any) -> StepTrace:
+    def traced(model: Any, given: Any, loss: Any, **judged: bool) -> StepTrace:
         """Traces once for both variants: a plan differs with the optimizer, a trace does not."""
         sizes = InputSpec.of(given, model).sizes
         if sizes not in traces:
-            traces[sizes] = step_trace_of(model, given, loss)
+            traces[sizes] = step_trace_of(model, given, loss, **judged)
         return traces[sizes]
 
     monkeypatch.setattr("zoo.tracing.planned_forward.step_trace_of", traced)
