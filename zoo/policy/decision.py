@@ -196,7 +196,7 @@ def _budget_plans(goal: Goal, planner: StepPlanner, has_run: bool) -> Sequence[R
         "%s: planned peak %s, x%.2f of the baseline, time x%.2f",
         step.title,
         format_bytes(chosen.peak),
-        chosen.peak / planner.baseline.peak,
+        chosen.peak / planner.judge.expected(planner.judge.keeps_all).peak,
         chosen.time_ratio,
     )
     # a share of the baseline, and an overhead, grow with the inputs

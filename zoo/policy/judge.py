@@ -62,6 +62,12 @@ class Judge:
                 proposal = replace(proposal, time_ratio=time_ratio)
         return replace(proposal, peak=proposal.peak + self.error)
 
+    def expected(self, proposal: Point) -> Point:
+        """Returns a plan as it was judged, or is expected to be by the error of the last one."""
+        if self.has_judged(proposal):
+            return self.judged(proposal)
+        return replace(proposal, peak=proposal.peak + self.error)
+
     def judgement(
         self, plan: Plan, offloads: Sequence[int] = (), sides: Sides = ()
     ) -> StepBytes | None:
