@@ -94,7 +94,9 @@ class StepPlanner:
             error = peak - proposals[index].peak
             fits, too_large = (index, too_large) if peak <= limit else (fits, index)
         if fits >= 0:
-            return self.judge.judged(proposals[fits], sides)
+            # seconds are judged, too: another one may be faster than the costs of its steps say
+            found = [self.judge.judged(proposals[fits], sides), *self.judge.fitting(limit, sides)]
+            return min(found, key=attrgetter("time_ratio", "peak"))
         lowest = self.lowest(sides)
         return lowest if lowest.peak <= limit else None
 

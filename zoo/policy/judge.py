@@ -30,6 +30,7 @@ class Judge:
     def __init__(self, step: CountedStep, sides: Sides = OUTSIDE) -> None:
         self.step, self.sides = step, sides
         self._known: dict[Request, StepBytes | None] = {}
+        self._points: dict[Sides, list[Point]] = {}
         # by how much the last judged peak was above that by the costs of the steps
         self.error = 0
 
@@ -60,7 +61,14 @@ class Judge:
             if not proposal.offloaded:
                 time_ratio = 1 + step.seconds / self.step.seconds
                 proposal = replace(proposal, time_ratio=time_ratio)
-        return replace(proposal, peak=proposal.peak + self.error)
+        judged = replace(proposal, peak=proposal.peak + self.error)
+        if step is not None:
+            self._points.setdefault(sides or self.sides, []).append(judged)
+        return judged
+
+    def fitting(self, limit: int, sides: Sides = ()) -> list[Point]:
+        """Returns the plans that were judged so far and take at most so many bytes."""
+        return [p for p in self._points.get(sides or self.sides, []) if p.peak <= limit]
 
     def expected(self, proposal: Point) -> Point:
         """Returns a plan as it was judged, or is expected to be by the error of the last one."""
