@@ -21,6 +21,7 @@ from zoo.engine.host_memory import HostMemory
 from zoo.engine.kernel_segments import Conductor, PlannedBranch
 from zoo.engine.segments import thread
 from zoo.engine.storages import copies
+from zoo.engine.tensor_state import detached
 from zoo.errors import ZooError
 from zoo.invocation import Invocation, kernel_device
 from zoo.loss import Loss
@@ -91,8 +92,10 @@ class DrySteps:
                 outputs = self._forward(step, ledger, casts or contextlib.nullcontext())
                 loss = self.loss(outputs)
             tensors = tensors_held_by(outputs)
-            # themselves, since a replay takes the original of a tensor that exists
-            held = [*(tensors if step.holds_outputs else []), *([] if loss is None else [loss])]
+            # outputs themselves, since a replay takes the original of a tensor that exists; not the
+            # graph of the loss, whose saved tensors no hook frees
+            held = [*(tensors if step.holds_outputs else [])]
+            held += [] if loss is None else [detached(loss)]
             ledger.note_returned(held)
             roots = roots_of(tensors, loss)
             # from here on only the graph holds them
