@@ -110,6 +110,7 @@ class StepMode(KernelMode):
         # how many autograd nodes there were when each operator was dispatched
         self._nodes: list[int] = []
         self._saved_by: dict[int, list[SavedMemory]] = {}  # by the autograd node
+        self._opened: list[SavedMemory] = []  # by the node that runs
         # nodes whose real counterparts copy the gradient
         self._copying: set[int] = set()
         self._is_forward = True
@@ -203,7 +204,9 @@ class StepMode(KernelMode):
     def _unpack(self, saved: SavedTensor | Tensor) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        saved.memory.is_opened |= not self._is_forward
+        if not (self._is_forward or saved.memory.is_opened):
+            saved.memory.is_opened = True
+            self._opened.append(saved.memory)
         return self.unpack(saved)
 
     def _note_regenerated(self, base: Tensor) -> None:
@@ -227,7 +230,9 @@ class StepMode(KernelMode):
         return self._node in self._copying
 
     def _on_end(self) -> None:
-        saved = self._saved_by.pop(self._node, [])
-        self.release(memory for memory in saved if memory.is_opened or not memory.is_late)
-        if late := [memory for memory in saved if memory.is_late and not memory.is_opened]:
+        left = [one for one in self._saved_by.pop(self._node, []) if not one.is_opened]
+        # what it has opened is its own, by whichever number that was noted
+        opened, self._opened = self._opened, []
+        self.release([*opened, *(memory for memory in left if not memory.is_late)])
+        if late := [memory for memory in left if memory.is_late]:
             self._saved_by[self._node] = late
