@@ -62,7 +62,7 @@ def plan_policy(
         return best
     patched = patched_forward(model) if checkpoint is None else None
     given = False if checkpoint is None else checkpoint
-    goal = goal_for(given, offload=offload) if patched is None else patched.goal
+    goal = patched.goal if patched else goal_for(given, None, max_overhead, offload)
     if goal is not None:
         goal = replace(goal, offload=offload)
 
