@@ -371,3 +371,25 @@ def test_an_option_may_be_the_text_of_a_command_line(text: str) -> None:
     for model in (written, given):
         model(images(8)).sum().backward()
     assert zoo.plan_of(written) == zoo.plan_of(given) is not None
+
+
+class Alternating(nn.Module):
+    """Takes another path at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.calls = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6))), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        for layer in self.layers:
+            x = layer(x).tanh() if self.calls % 2 else layer(x).sin().exp()
+        return x
+
+
+def test_a_budget_that_no_dry_step_judged_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    decision._warn_of_costs.cache_clear()
+    model = put_in_force(Alternating(), memory_budget="1GiB", optimizer="sgd")
+    model(torch.rand(64, 32)).sum().backward()
+    assert "is chosen by the costs of its steps" in caplog.text
+    assert "calls other operators in its second step" in caplog.text

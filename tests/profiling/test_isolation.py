@@ -239,3 +239,12 @@ def test_a_process_that_serves_ends_with_its_last_user() -> None:
         os.kill(number, 0)
     os.kill(other, signal.SIGKILL)
     os.waitpid(other, 0)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
+def test_a_process_that_has_ended_answers_no_request() -> None:
+    call = ForkedCall(lambda: "first", lambda request: request)
+    assert call.receive() == "first"
+    assert call.ask("second") == "second"
+    call.close()
+    assert "has ended" in call.ask("third").text

@@ -37,6 +37,8 @@ ROOMIER = 1.2
 SHOWN = 12
 # the most judgements in a search for a plan, and those of proposals where none fits, the smallest
 MOST_JUDGEMENTS, LOWEST = 8, 4
+# up to which share of a peak its error may differ from that of the last judged plan
+NEAR = 0.01
 # the least saving of time for which one more proposal is judged
 WORTH = 0.01
 
@@ -102,8 +104,19 @@ class StepPlanner:
 
     def lowest(self, sides: Sides = ()) -> Point:
         """Returns the plan of the least peak; which of the lowest it is, only judging tells."""
-        lowest = *self._proposed[:LOWEST], self.proposals.smallest, self.judge.keeps_all
-        judged = (self.judge.judged(point, sides) for point in lowest)
+        return self._lowest_of([*self._proposed[:LOWEST], self.proposals.smallest], sides)
+
+    def _lowest_of(self, proposals: Sequence[Point], sides: Sides = ()) -> Point:
+        """Returns the judged plan of the least peak; the baseline is one, too.
+
+        What is expected to take clearly more than the least so far is not judged.
+        """
+        judged = list[Point]()
+        # with tiny activations the random states of a segment take more than it saves
+        for point in (*proposals, self.judge.keeps_all):
+            least = min((one.peak for one in judged), default=math.inf)
+            if self.judge.expected(point).peak <= (1 + NEAR) * least:
+                judged.append(self.judge.judged(point, sides))
         return min(judged, key=attrgetter("peak", "time_ratio"))
 
     def _least_within(self, time_ratio: float) -> Point:
@@ -249,9 +262,7 @@ class StepPlanner:
     @computed_once
     def least(self) -> Point:
         """The plan of least peak, without offloading found without the other best ones."""
-        # with tiny activations the random states of a segment take more than it saves
-        lowest = self.judge.judged(self.proposals.lowest)
-        return min(self.baseline, lowest, key=attrgetter("peak"))
+        return self._lowest_of(self.proposals.lowest[:LOWEST])
 
     @computed_once
     def least_once(self) -> Point:

@@ -155,7 +155,7 @@ def _within_budget(
     def decide() -> Sequence[RoomyPlan]:
         return _budget_plans(goal, StepPlanner(_measured(step), goal.offload, sides), has_run)
 
-    plans = _first_decided(goal, step, decide)
+    plans = _first_decided(goal, step, decide, sides)
     plans[0].plan.check(step.steps)
     _check_offload(goal, plans[0], step, has_run)
     return plans
@@ -185,11 +185,15 @@ def _budget_plans(goal: Goal, planner: StepPlanner, has_run: bool) -> Sequence[R
         if has_run:
             what = "%s goes by the plan of the least peak, which breaks its budget: %s"
             _log.warning(what, name, error)
-            return [planner.roomy(planner.lowest())]
+            lowest = planner.lowest()
+            leaves = len(sides) > 1 and not planner.judge.has_judged(lowest)
+            return [planner.roomy(lowest)._replace(leaves_autocast=leaves)]
         if not step.training.is_assumed:
             raise
         text = f"{error} {assumed[0].upper()}{assumed[1:]}."
         raise BudgetError(text, error.budget, error.least, error.baseline) from None
+    if not planner.judge.has_judged(chosen, sides[:1]):
+        _warn_of_costs(name, planner.judge.failure)
     if step.training.is_assumed and goal.memory_budget is not None:
         _warn_of_assumed(name, assumed)
     _log.info(
@@ -202,16 +206,16 @@ def _budget_plans(goal: Goal, planner: StepPlanner, has_run: bool) -> Sequence[R
     # a share of the baseline, and an overhead, grow with the inputs
     limit = None if isinstance(goal.memory_budget, float) else budget
     plans = planner.plans_with_room(chosen, limit)
-    if len(sides) == 1:
+    if len(sides) == 1 or budget is None:
         return plans
     # until the first backward tells on which side of autocast it is: one that fits both, if any
-    anywhere = chosen if budget is None else planner.fastest_within(budget)
-    if anywhere is None or not planner.judge.has_judged(anywhere):
+    for_both = planner.fastest_within(budget)
+    if for_both is None or not planner.judge.has_judged(for_both):
         return [plan._replace(leaves_autocast=True) for plan in plans]
-    if anywhere.plan == chosen.plan:
+    if for_both.plan == chosen.plan:
         return plans
     plans = [plan._replace(leaves_autocast=True) for plan in plans]
-    return [*planner.plans_with_room(anywhere, limit), *plans]
+    return [*planner.plans_with_room(for_both, limit), *plans]
 
 
 def _check_offload(goal: Goal, chosen: RoomyPlan, step: CountedStep, has_run: bool) -> None:
@@ -278,6 +282,18 @@ def _warn_of_assumed(name: str, assumed: str) -> None:
 
 
 @functools.cache
+def _warn_of_costs(name: str, failure: str) -> None:
+    """Warns, once in a process, that no dry step told what a plan takes."""
+    _log.warning(
+        "the plan of %s is chosen by the costs of its steps, which may be some percent off, since "
+        "no training step on fake tensors tells what it takes (%s): leave some of the budget free, "
+        "or look at what a step takes with zoo.track",
+        name,
+        failure,
+    )
+
+
+@functools.cache
 def _warn_of_profiler(name: str) -> None:
     """Warns, once in a process, that a plan was made while a profiler was at work."""
     _log.warning(
@@ -301,7 +317,10 @@ def _warn_of_device(made_for: str, here: str) -> None:
 
 
 def _first_decided(
-    goal: Goal, step: CountedStep, decide: Callable[[], Sequence[RoomyPlan]]
+    goal: Goal,
+    step: CountedStep,
+    decide: Callable[[], Sequence[RoomyPlan]],
+    sides: Sides = OUTSIDE,
 ) -> Sequence[RoomyPlan]:
     """Returns the plans of the first process in a group that decided the same request.
 
@@ -317,7 +336,8 @@ def _first_decided(
         return decide()
     parameters = [(name, p.shape, p.dtype) for name, p in step.model.named_parameters()]
     spec = InputSpec.of(Invocation(tuple(step.inputs)), step.model)
-    asked = goal.choice, goal.memory_budget, goal.max_overhead, step.training.names, goal.offload
+    bounds = goal.choice, goal.memory_budget, goal.max_overhead, goal.offload
+    asked = *bounds, step.training.names, sides
     request = repr((step.outline.names, step.outline.blocks, parameters, spec, asked))
     store = distributed.distributed_c10d._get_default_store()
     key = f"zoo/{hashlib.sha256(request.encode()).hexdigest()}"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zoo.planner.costs import computed_once
-from zoo.planner.dry_step import DryStep, Gradients, Row, StepBytes, bytes_of_step
+from zoo.planner.dry_step import DryStep, Gradients, KernelRates, Row, StepBytes, bytes_of_step
 from zoo.planner.plan import Plan
 from zoo.policy.plan_report import PeakBytes, Point
 from zoo.policy.training_step import CountedStep
@@ -30,9 +30,11 @@ class Judge:
     def __init__(self, step: CountedStep, sides: Sides = OUTSIDE) -> None:
         self.step, self.sides = step, sides
         self._known: dict[Request, StepBytes | None] = {}
-        self._points: dict[Sides, list[Point]] = {}
+        self._points: dict[Sides, dict[tuple[Plan, tuple[int, ...]], Point]] = {}
         # by how much the last judged peak was above that by the costs of the steps
         self.error = 0
+        # why the last dry step told nothing
+        self.failure = "its forward was traced in a real training step"
 
     @computed_once
     def baseline(self) -> Point:
@@ -63,12 +65,14 @@ class Judge:
                 proposal = replace(proposal, time_ratio=time_ratio)
         judged = replace(proposal, peak=proposal.peak + self.error)
         if step is not None:
-            self._points.setdefault(sides or self.sides, []).append(judged)
+            points = self._points.setdefault(sides or self.sides, {})
+            points[judged.plan, judged.offloads] = judged
         return judged
 
     def fitting(self, limit: int, sides: Sides = ()) -> list[Point]:
         """Returns the plans that were judged so far and take at most so many bytes."""
-        return [p for p in self._points.get(sides or self.sides, []) if p.peak <= limit]
+        judged = self._points.get(sides or self.sides, {})
+        return [point for point in judged.values() if point.peak <= limit]
 
     def expected(self, proposal: Point) -> Point:
         """Returns a plan as it was judged, or is expected to be by the error of the last one."""
@@ -86,10 +90,11 @@ class Judge:
             return None
         return max(known, key=lambda step: self.step.peak(step.peak, step.held))
 
-    def has_judged(self, point: Point) -> bool:
-        """Returns whether dry steps on all sides told what a plan takes."""
+    def has_judged(self, point: Point, sides: Sides = ()) -> bool:
+        """Returns whether dry steps told what a plan takes, on all sides or on those given."""
         plan = self.step.of_model(point).plan
-        return all(self._known.get((plan, point.offloads, side)) for side in self.sides)
+        requests = ((plan, point.offloads, side) for side in sides or self.sides)
+        return all(map(self._known.get, requests))
 
     def _dry_step(self, request: Request) -> StepBytes | None:
         outline = self.step.outline
@@ -100,16 +105,22 @@ class Judge:
             cuts, holds_outputs = outline.cuts[: self.step.steps], self.step.training.holds_outputs
             dry_step = DryStep(plan, cuts, frozenset(offloads), holds_outputs, leaves_autocast)
             log = outline.dry_step(dry_step)
-            self._known[request] = None if isinstance(log, FailedCall) else self.bytes_of_log(log)
+            if isinstance(log, FailedCall):
+                self.failure, self._known[request] = log.text, None
+            else:
+                self._known[request] = self.bytes_of_log(log)
         return self._known[request]
 
     def bytes_of_log(self, log: Sequence[Row]) -> StepBytes:
         """Returns what a dry step takes, from its log."""
-        step, profile = self.step, self.step.profile
-        rates = profile.rates(step.rated, step.kernels)
+        step = self.step
         updates, accumulates = step.optimizer_bytes.updates, step.training.accumulates
-        gradients = Gradients(profile.gradient_bytes, updates, accumulates)
-        return bytes_of_step(log, step.rounding, rates, gradients)
+        gradients = Gradients(step.profile.gradient_bytes, updates, accumulates)
+        return bytes_of_step(log, step.rounding, self._rates, gradients)
+
+    @computed_once
+    def _rates(self) -> KernelRates:
+        return self.step.profile.rates(self.step.rated, self.step.kernels)
 
     def bytes_at_peak(self, point: Point) -> StepBytes:
         """Returns what a step by a plan takes; by the costs of the steps if no dry step tells."""

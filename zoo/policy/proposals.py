@@ -58,9 +58,9 @@ class Proposals:
         return best_of(found)
 
     @property
-    def lowest(self) -> Point:
-        """The plan of least peak: of the best ones if they are known, which takes no search."""
-        return self.best[0] if "best" in vars(self) else self.smallest
+    def lowest(self) -> list[Point]:
+        """The best plans by rising peak if they are known, else the one of least peak."""
+        return self.best if "best" in vars(self) else [self.smallest]
 
     @computed_once
     def smallest(self) -> Point:

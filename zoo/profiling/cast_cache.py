@@ -64,7 +64,8 @@ class CastCache(KernelMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.casts: dict[int, Tensor] = {}
+        # by the weight, and what it is cast to; held, so that no other gets its identity
+        self.casts: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
 
     def forget(self) -> None:
         """Holds no cast any more."""
@@ -85,9 +86,13 @@ class CastCache(KernelMode):
     ) -> PyTree:
         """Runs a kernel, unless it is a cast that was made before."""
         kwargs = kwargs or {}
-        if func is CONVERSION and (cast := self.casts.get(id(args[0]))) is not None:
-            return detached(cast)
-        result = kernel_of(func, effects_of(func), args, kwargs)(*args, **kwargs)
+        kernel = kernel_of(func, effects_of(func), args, kwargs)
+        if func is not CONVERSION:
+            return kernel(*args, **kwargs)
+        key = id(args[0]), repr(kwargs)
+        if key in self.casts:
+            return detached(self.casts[key][1])
+        result = kernel(*args, **kwargs)
         if is_cached(func, args, result):
-            self.casts[id(args[0])] = detached(result)
+            self.casts[key] = args[0], detached(result)
         return result

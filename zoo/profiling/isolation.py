@@ -190,6 +190,8 @@ class ForkedCall:
 
     def ask(self, request: object) -> Any:
         """Returns the answer to a request, which is pickled, or a `FailedCall`."""
+        if not self._end.alive:
+            return FailedCall("its process has ended")
         try:
             _send(self._writer, pickle.dumps(request))
         except OSError:

@@ -8,6 +8,7 @@ it, all that the engine does is in it.
 import bisect
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -159,16 +160,18 @@ def _operator_of(conductor: Conductor, positions: Sequence[int]) -> int:
 
 @contextlib.contextmanager
 def _keeping_states(ledger: StepLedger) -> Iterator[None]:
-    """Has a ledger notice the states of random streams that the engine keeps."""
+    """Notes in a ledger the states of random streams that the engine keeps on this thread."""
     pack, set_aside = PackedState.__init__, SetAsideState.__init__
+    own_thread = threading.get_ident()
 
     def packed(self: PackedState, state: Tensor, device: torch.device) -> None:
         pack(self, state, device)
-        ledger.note_state(self.words)
+        if threading.get_ident() == own_thread:
+            ledger.note_state(self.words)
 
     def put_aside(self: SetAsideState, stream: RandomStream) -> None:
         set_aside(self, stream)
-        if self.own is None:
+        if self.own is None and threading.get_ident() == own_thread:
             ledger.note_state(self.state)
 
     with replaced(PackedState, "__init__", packed), replaced(SetAsideState, "__init__", put_aside):
@@ -176,12 +179,14 @@ def _keeping_states(ledger: StepLedger) -> Iterator[None]:
 
 
 def _resizing(ledger: StepLedger) -> AbstractContextManager[object]:
-    """Has a ledger notice storages whose memory is freed, or allocated anew, by another way."""
+    """Notes in a ledger storages whose memory is freed, or allocated anew, by another way."""
     resize: Callable[[UntypedStorage, int], UntypedStorage] = UntypedStorage.resize_
+    own_thread = threading.get_ident()
 
     def resized(storage: UntypedStorage, size: int) -> UntypedStorage:
         result = resize(storage, size)
-        ledger.note_resized(storage)
+        if threading.get_ident() == own_thread:
+            ledger.note_resized(storage)
         return result
 
     return replaced(UntypedStorage, "resize_", resized)

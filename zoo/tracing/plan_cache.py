@@ -74,11 +74,13 @@ class PlanCache:
 
     Attributes:
         most_kinds: the number of kinds; the least recently used is dropped first.
+        most_waiting: the number of last forwards whose traces keep a process for dry steps.
         most_plannings: how often arguments that differ in sizes alone are planned for. Forwards may
             branch, and for sizes that are new each time planning does not pay.
     """
 
     most_kinds = 64
+    most_waiting = 2
     most_plannings = 8
 
     def __init__(self) -> None:
@@ -99,7 +101,8 @@ class PlanCache:
                 growth = spec.growth_over(other.spec)
                 roomy = [branch for branch in other.branches if growth <= min(branch.room, SHARED)]
                 if roomy:
-                    kind = InputKind(other.spec, roomy)
+                    kind = InputKind(other.spec, roomy, fits_autocast=other.fits_autocast)
+                    kind.outside = [one for one in other.outside if growth <= one.room]
                     break
             if alike and not kind.branches and self.plannings(spec) >= self.most_plannings:
                 kind.branches = [*alike[-1].branches]
@@ -107,6 +110,15 @@ class PlanCache:
         for oldest in [*self.kinds][: -self.most_kinds]:
             self.kinds.pop(oldest, None)
         return kind
+
+    def note_last_forward(self, kind: InputKind, last: LastForward) -> None:
+        """Keeps a forward to plan for; of older ones no process waits to run dry steps."""
+        kind.last_forward = last
+        waiting = [other for other in self.kinds.values() if other.last_forward is not None]
+        for other in waiting[: -self.most_waiting]:
+            if other.last_forward is not None:
+                trace = other.last_forward.trace._replace(dry_step=None)
+                other.last_forward = other.last_forward._replace(trace=trace)
 
     def plannings(self, spec: InputSpec) -> int:
         """Returns how often arguments that differ from these in sizes alone were planned for."""

@@ -225,7 +225,7 @@ class PatchedForward(Patch):
 
     def __getstate__(self) -> dict[str, object]:
         fresh = {"cache": PlanCache(), "latest": None, "traced": None, "has_run": False}
-        return super().__getstate__() | fresh
+        return super().__getstate__() | fresh | {"leaves_autocast": None}
 
     def install(self) -> None:
         """Installs this, and the marks of the blocks."""
@@ -289,7 +289,8 @@ class PatchedForward(Patch):
             return outputs
         outputs = self._run_planned(invocation, forward, is_copy)
         self.has_run = True
-        if self.leaves_autocast is None and self.goal.is_bounded and caches_casts():
+        # a backward inside may follow ones outside; a plan for inside fits both
+        if self.leaves_autocast is not False and self.goal.is_bounded and caches_casts():
             self._watch_autocast(outputs)
         if not self.training.holds_outputs:
             self._watch(outputs)
@@ -302,15 +303,16 @@ class PatchedForward(Patch):
             node.register_prehook(self._note_autocast)
 
     def _note_autocast(self, _: object) -> None:
-        if self.leaves_autocast is not None:
+        leaves = not caches_casts()
+        if leaves == self.leaves_autocast or self.leaves_autocast is False:
             return
-        self.leaves_autocast = not caches_casts()
-        kinds = [*self.cache.kinds.values()]
-        for kind in kinds:
-            if self.leaves_autocast and kind.outside:
-                kind.branches = kind.outside
-            kind.outside = []
-        if not (self.leaves_autocast or all(kind.fits_autocast for kind in kinds)):
+        had_left, kinds = self.leaves_autocast, [*self.cache.kinds.values()]
+        self.leaves_autocast = leaves
+        for kind in kinds if leaves else ():
+            # the faster ones first; those of other paths stay
+            others = [branch for branch in kind.branches if branch not in kind.outside]
+            kind.branches, kind.outside = [*kind.outside, *others], []
+        if not leaves and (had_left or not all(kind.fits_autocast for kind in kinds)):
             # planned for again, with what the backward holds
             self.cache = PlanCache()
             self.notices.warn(
@@ -407,7 +409,8 @@ class PatchedForward(Patch):
             with contextlib.suppress(ArgumentError):
                 trace = self._trace_ahead(invocation)
                 # another forward of this kind may never come, so that no data is held for it
-                kind.last_forward = LastForward.of(invocation.without_data(), trace, self.module())
+                last = LastForward.of(invocation.without_data(), trace, self.module())
+                self.cache.note_last_forward(kind, last)
         return outputs
 
     def _plan_last_forward(self, spec: InputSpec, kind: InputKind) -> None:
@@ -583,8 +586,9 @@ class PatchedForward(Patch):
         ]
         pairs = [*zip(branches, plans, strict=True)]
         fitting = [branch for branch, plan in pairs if not plan.leaves_autocast]
-        new, kind.fits_autocast = fitting or branches, bool(fitting)
-        kind.outside = [b for b in branches[::-1] if b not in fitting]
+        new = fitting or branches
+        kind.fits_autocast &= bool(fitting)
+        kind.outside = [*(b for b in branches[::-1] if b not in fitting), *kind.outside]
         kind.spec, kind.branches = spec, [*kind.branches, *reversed(new)]
         self.latest = branches[0]
 
