@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import zoo
 from tests.tracing.models import Net, Reader
 from tests.training import assert_same, images, train
-from zoo.tracing.planned_forward import goal_of
+from zoo.tracing.planned_forward import patched_forward
 
 
 class Switched(Net):
@@ -241,9 +241,10 @@ def test_an_optimizer_is_counted_without_its_state_and_copied_with_the_model() -
     gc.collect()
     assert state() is None
     for other in copies:
-        option = goal_of(other)
-        assert option is not None
-        assert option.step.optimizer.param_groups[0]["params"][0] is other[0].weight  # type: ignore[union-attr]
+        patched = patched_forward(other)
+        assert patched is not None
+        optimizer_of_copy: Any = patched.training.optimizer
+        assert optimizer_of_copy.param_groups[0]["params"][0] is other[0].weight
         half(other(torch.rand(5, 20))).backward()
 
 

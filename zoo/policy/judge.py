@@ -49,8 +49,7 @@ class Judge:
     def judged(self, proposal: Point, sides: Sides = ()) -> Point:
         """Returns a plan, given with its costs by the steps, with what a dry step by it takes.
 
-        The seconds of a plan that offloads are those of its simulation, which has a clock for the
-        copies.
+        How long kernels wait for copies to the host only the clock of a simulation tells.
         """
         plan = self.step.of_model(proposal).plan
         step = self.judgement(plan, proposal.offloads, sides)
@@ -58,11 +57,13 @@ class Judge:
             # a dry step makes the state of cuDNN's dropout, which others find and a segment copies
             copied = self.step.dropout_state if proposal.plan.depth() else 0
             self.error = self.step.peak(step.peak + copied, step.held) - proposal.peak
+            waited = 0.0
+            if proposal.offloaded:
+                costs = self.step.costs_with_gradients
+                waited = self.step.simulate(proposal.plan, costs, proposal.offloads).waited_seconds
+            time_ratio = 1 + (step.seconds + waited) / self.step.seconds
             share = step.flops / self.step.flops
-            proposal = replace(proposal, recomputed_share=share)
-            if not proposal.offloaded:
-                time_ratio = 1 + step.seconds / self.step.seconds
-                proposal = replace(proposal, time_ratio=time_ratio)
+            proposal = replace(proposal, time_ratio=time_ratio, recomputed_share=share)
         judged = replace(proposal, peak=proposal.peak + self.error)
         if step is not None:
             points = self._points.setdefault(sides or self.sides, {})
