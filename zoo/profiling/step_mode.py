@@ -94,6 +94,20 @@ class SavedTensor:
     memory: SavedMemory
 
 
+def at_end(storage: UntypedStorage, call: Callable[..., object], *args: object) -> None:
+    """Calls a method with arguments when a storage ends, unless its object has ended before.
+
+    What is to be called is alive as long as the storage, and may itself hold it by its object.
+    """
+    method = weakref.WeakMethod(call)
+
+    def ended() -> None:
+        if (alive_call := method()) is not None:
+            alive_call(*args)
+
+    weakref.finalize(storage, ended).atexit = False
+
+
 class StepMode(KernelMode):
     """Numbers the storages of a training step, and runs its backward."""
 
@@ -160,7 +174,7 @@ class StepMode(KernelMode):
         key = storage._cdata
         if key not in self._numbers:
             self._alive[key] = weakref.ref(storage)
-            weakref.finalize(storage, self._free, key).atexit = False
+            at_end(storage, self._free, key)
         self._numbers[key] = number
 
     def _free(self, key: int) -> None:

@@ -71,6 +71,7 @@ from zoo.profiling.step_mode import (
     SavedMemory,
     SavedTensor,
     StepMode,
+    at_end,
     kernel_now,
     roots_of,
     starts_kernel,
@@ -456,7 +457,7 @@ class StepRecorder(StepMode):
             note_reserve(storage)
         self._numbers[storage._cdata] = number
         self._fakes[number] += 1
-        weakref.finalize(storage, self._free_fake, storage._cdata, number).atexit = False
+        at_end(storage, self._free_fake, storage._cdata, number)
         return fake
 
     def _free_fake(self, key: int, number: int) -> None:
