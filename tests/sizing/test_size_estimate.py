@@ -60,6 +60,6 @@ def test_a_size_that_takes_long_is_extrapolated_from_one_that_takes_less(
     for size in (1, count, count):
         assert estimates.needed(size) is not None
     assert sizes == ran
-    costs = estimates.planner_of(count).costs
+    costs = estimates.planner_of(count).step.costs
     # kernels whose tensors do not grow take no longer
     assert sum(costs.seconds) + sum(costs.seconds_backward) >= seconds * count * 0.8

@@ -79,7 +79,7 @@ def planned(name: str, **options: Any) -> tuple[StepPlanner, Tensor]:
     torch.manual_seed(1)
     make, shape = MODELS[name]
     x = torch.rand(shape)
-    return planner_for(make(), x, optimizer=torch.optim.SGD, loss=mean, judged=True, **options), x
+    return planner_for(make(), x, optimizer=torch.optim.SGD, loss=mean, **options), x
 
 
 def plans_of(planner: StepPlanner) -> list[Plan]:
@@ -92,7 +92,7 @@ def plans_of(planner: StepPlanner) -> list[Plan]:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_real_step_takes_what_a_dry_step_does(name: str) -> None:
     planner, x = planned(name)
-    model, optimizer = planner.model, torch.optim.SGD(planner.model.parameters(), 0.1)
+    model, optimizer = planner.step.model, torch.optim.SGD(planner.step.model.parameters(), 0.1)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -114,7 +114,7 @@ def test_the_model_stays_as_it_was(can_fork: bool, monkeypatch: pytest.MonkeyPat
     if not can_fork:
         monkeypatch.setattr("zoo.profiling.isolation.can_fork", lambda: False)
     planner, x = planned("mixed")
-    model: Any = planner.model
+    model: Any = planner.step.model
     before, stream = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     judged = [planner.judge.judgement(plan) is not None for plan in plans_of(planner)]
     # user code runs in this process as seldom as can be
@@ -148,9 +148,7 @@ class Alternating(nn.Linear):
 
 
 def test_a_forward_that_does_not_follow_its_plan_is_planned_for_without() -> None:
-    planner = planner_for(
-        Alternating(8, 8), torch.rand(4, 8), optimizer=None, loss=mean, judged=True
-    )
+    planner = planner_for(Alternating(8, 8), torch.rand(4, 8), optimizer=None, loss=mean)
     log = planner.step.outline.dry_step(DryStep(Plan([0, 1]), planner.step.outline.cuts[:2]))  # type: ignore[misc]
     assert isinstance(log, FailedCall)
     assert "other operators" in log.text
@@ -161,13 +159,11 @@ def test_a_forward_that_does_not_follow_its_plan_is_planned_for_without() -> Non
 def test_the_casts_of_autocast_live_as_long_as_it_does() -> None:
     make, shape = MODELS["attention"]
     with torch.autocast("cpu", torch.bfloat16):
-        planner = planner_for(
-            make(), torch.rand(shape), optimizer=None, loss=mean, measured=False, judged=True
-        )
+        planner = planner_for(make(), torch.rand(shape), optimizer=None, loss=mean, measured=False)
         cuts, ask = planner.step.outline.cuts[: planner.step.steps], planner.step.outline.dry_step
         assert ask is not None
         plan = Plan.keep_all(planner.step.steps)
         logs = [ask(DryStep(plan, cuts, leaves_autocast=leaves)) for leaves in (True, False)]
     outside, inside = map(planner.judge.bytes_of_log, logs)
-    weights = sum(p.numel() for p in planner.model.parameters() if p.ndim > 1)
+    weights = sum(p.numel() for p in planner.step.model.parameters() if p.ndim > 1)
     assert inside.held - outside.held >= 2 * weights
