@@ -74,11 +74,17 @@ class Returned(NamedTuple):
     storage: int
 
 
+class OnHost(NamedTuple):
+    """The most bytes that lay on the host at a time."""
+
+    bytes: int
+
+
 class ForwardEnd(NamedTuple):
     """The forward and the loss are over."""
 
 
-Row = There | Made | Freed | Gradient | Ran | Returned | ForwardEnd
+Row = OnHost | There | Made | Freed | Gradient | Ran | Returned | ForwardEnd
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,7 @@ class StepBytes:
         returned: outputs and the loss, at the peak; `remaining`: what the model keeps longer, at
             the peak, also of the step before; `unread`: what only variables of the forward hold and
             no kernel of the forward reads after the peak.
+        on_host: the most bytes on the host at a time.
         activations: the peak without gradients of parameters.
         seconds, flops: of all kernels that are replayed.
     """
@@ -149,6 +156,7 @@ class StepBytes:
     returned: int = 0
     remaining: int = 0
     unread: int = 0
+    on_host: int = 0
 
     @property
     def peak(self) -> int:
@@ -293,6 +301,7 @@ class _Walk:
             returned=bytes_of(returned),
             remaining=bytes_of(remaining),
             unread=bytes_of(unread) if phase is FORWARD else 0,
+            on_host=sum(row.bytes for row in self.log if type(row) is OnHost),
         )
 
     def sizes_at_peak(self) -> dict[int, int]:

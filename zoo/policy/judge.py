@@ -6,6 +6,7 @@ A dry step is the model's own, on fake tensors, by the engine with the plan in f
 run, a plan is taken to miss its costs by the steps by as much as the last one that was judged did.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -33,6 +34,8 @@ class Judge:
         self._points: dict[Sides, dict[tuple[Plan, tuple[int, ...]], Point]] = {}
         # by how much the last judged peak was above that by the costs of the steps
         self.error = 0
+        # the bytes that it saves by these costs
+        self._saved = 0
         # why the last dry step told nothing
         self.failure = "its forward was traced in a real training step"
 
@@ -51,7 +54,7 @@ class Judge:
 
         How long kernels wait for copies to the host only the clock of a simulation tells.
         """
-        plan = self.step.of_model(proposal).plan
+        plan, by_costs = self.step.of_model(proposal).plan, proposal.peak
         step = self.judgement(plan, proposal.offloads, sides)
         if step is not None:
             # a dry step makes the state of cuDNN's dropout, which others find and a segment copies
@@ -64,7 +67,10 @@ class Judge:
             time_ratio = 1 + (step.seconds + waited) / self.step.seconds
             share = step.flops / self.step.flops
             proposal = replace(proposal, time_ratio=time_ratio, recomputed_share=share)
-        judged = replace(proposal, peak=proposal.peak + self.error)
+            self._saved = self.keeps_all.peak - by_costs
+            offloaded = step.on_host if proposal.offloaded else 0
+            proposal = replace(proposal, offloaded=offloaded)
+        judged = self._with_error(proposal)
         if step is not None:
             points = self._points.setdefault(sides or self.sides, {})
             points[judged.plan, judged.offloads] = judged
@@ -79,7 +85,14 @@ class Judge:
         """Returns a plan as it was judged, or is expected to be by the error of the last one."""
         if self.has_judged(proposal):
             return self.judged(proposal)
-        return replace(proposal, peak=proposal.peak + self.error)
+        return self._with_error(proposal)
+
+    def _with_error(self, proposal: Point) -> Point:
+        """Adds the error of the last judged plan, in proportion where a plan saves more."""
+        saved = self.keeps_all.peak - proposal.peak
+        grows = self.error > 0 and 0 < self._saved < saved
+        error = math.ceil(self.error * saved / self._saved) if grows else self.error
+        return replace(proposal, peak=proposal.peak + error)
 
     def judgement(
         self, plan: Plan, offloads: Sequence[int] = (), sides: Sides = ()

@@ -26,7 +26,7 @@ from zoo.engine.tensor_state import detached
 from zoo.errors import ZooError
 from zoo.invocation import Invocation, kernel_device
 from zoo.loss import Loss
-from zoo.planner.dry_step import DryStep, Row
+from zoo.planner.dry_step import DryStep, OnHost, Row
 from zoo.planner.step_events import StepEvents
 from zoo.profiling.cast_cache import CastCache, autocast_left, caches_casts
 from zoo.profiling.step_ledger import StepLedger
@@ -89,8 +89,9 @@ class DrySteps:
             entered.enter_context(_resizing(ledger))
             entered.enter_context(_keeping_states(ledger))
             entered.enter_context(replaced(copies, "note", ledger.note_storage))
+            host = HostMemory() if step.offloads else None
             with ledger:
-                outputs = self._forward(step, ledger, casts or contextlib.nullcontext())
+                outputs = self._forward(step, ledger, casts or contextlib.nullcontext(), host)
                 loss = self.loss(outputs)
             tensors = tensors_held_by(outputs)
             # outputs themselves, since a replay takes the original of a tensor that exists; not the
@@ -111,11 +112,17 @@ class DrySteps:
             attributes = ledger.run_backward(roots)
             # with what the program holds now
             log, ledger.rows = ledger.rows, []
+            if host is not None:
+                log.append(OnHost(host.peak))
             del held, attributes
         return log
 
     def _forward(
-        self, step: DryStep, ledger: StepLedger, inside: AbstractContextManager[object]
+        self,
+        step: DryStep,
+        ledger: StepLedger,
+        inside: AbstractContextManager[object],
+        host: HostMemory | None,
     ) -> PyTree:
         """Runs the forward by the plan; within it a mode may be `inside` of the engine's."""
         count = self.events.model_operators
@@ -129,7 +136,6 @@ class DrySteps:
             offloads=step.offloads,
             has_backward=self.events.has_backward,
         )
-        host = HostMemory() if step.offloads else None
         conductor = Conductor([branch], ledger.hooks(), host)
         ledger.operator = functools.partial(_operator_of, conductor, at)
         # what only fake tensors dispatch
