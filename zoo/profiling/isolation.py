@@ -47,7 +47,7 @@ NO_FORK = "fork-based multiprocessing"
 # seconds without CPU time after which a child is taken to be blocked forever
 PATIENCE = 30
 # the most requests that are answered in a process which cannot be forked
-MOST_HERE = 2
+MOST_HERE = 12
 # packages that start processes and wait for them
 STARTING = ("subprocess", "multiprocessing", "concurrent")
 # modules that fake tensors need; each takes up to 0.2 s to import
