@@ -113,11 +113,12 @@ def test_a_real_step_takes_what_a_dry_step_does(name: str) -> None:
 def test_the_model_stays_as_it_was(can_fork: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not can_fork:
         monkeypatch.setattr("zoo.profiling.isolation.can_fork", lambda: False)
+        monkeypatch.setattr("zoo.profiling.isolation.MOST_HERE", 2)
     planner, x = planned("mixed")
     model: Any = planner.step.model
     before, stream = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     judged = [planner.judge.judgement(plan) is not None for plan in plans_of(planner)]
-    # user code runs in this process as seldom as can be
+    # user code runs in this process no more often than is allowed
     assert all(judged) if can_fork else 1 <= sum(judged) <= 2
     assert len(judged) > 2
     assert (model.calls, model.seen, x.grad) == (0, None, None)
