@@ -1,9 +1,8 @@
 """Chooses the plan for a budget: costs propose, the engine on fake tensors judges.
 
-proposals    the best plans by the costs of the steps (`policy.proposals`)
-judge        what a step by one of them takes (`policy.judge`)
-choice       the fastest that fits, by few judgements: the error of the last one tells which
-             proposal to judge next, between one that fits and one that does not
+`policy.proposals` has the best plans by the costs of the steps; `policy.judge` tells what a step by
+one of them takes. The choice is the fastest that fits, by few judgements: the error of the last one
+tells which proposal to judge next, between one that fits and one that does not.
 """
 
 import math

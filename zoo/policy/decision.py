@@ -212,7 +212,7 @@ def _budget_plans(goal: Goal, planner: StepPlanner, has_run: bool) -> Sequence[R
     for_both = planner.fastest_within(budget)
     if for_both is None or not planner.judge.has_judged(for_both):
         return [plan._replace(leaves_autocast=True) for plan in plans]
-    if for_both.plan == chosen.plan:
+    if (for_both.plan, for_both.offloads) == (chosen.plan, chosen.offloads):
         return plans
     plans = [plan._replace(leaves_autocast=True) for plan in plans]
     return [*planner.plans_with_room(for_both, limit), *plans]

@@ -54,26 +54,25 @@ class Judge:
 
         How long kernels wait for copies to the host only the clock of a simulation tells.
         """
-        plan, by_costs = self.step.of_model(proposal).plan, proposal.peak
-        step = self.judgement(plan, proposal.offloads, sides)
-        if step is not None:
-            # a dry step makes the state of cuDNN's dropout, which others find and a segment copies
-            copied = self.step.dropout_state if proposal.plan.depth() else 0
-            self.error = self.step.peak(step.peak + copied, step.held) - proposal.peak
-            waited = 0.0
-            if proposal.offloaded:
-                costs = self.step.costs_with_gradients
-                waited = self.step.simulate(proposal.plan, costs, proposal.offloads).waited_seconds
-            time_ratio = 1 + (step.seconds + waited) / self.step.seconds
-            share = step.flops / self.step.flops
-            proposal = replace(proposal, time_ratio=time_ratio, recomputed_share=share)
-            self._saved = self.keeps_all.peak - by_costs
-            offloaded = step.on_host if proposal.offloaded else 0
-            proposal = replace(proposal, offloaded=offloaded)
-        judged = self._with_error(proposal)
-        if step is not None:
-            points = self._points.setdefault(sides or self.sides, {})
-            points[judged.plan, judged.offloads] = judged
+        step = self.judgement(self.step.of_model(proposal).plan, proposal.offloads, sides)
+        if step is None:
+            return self._with_error(proposal)
+        # a dry step makes the state of cuDNN's dropout, which others find and a segment copies
+        copied = self.step.dropout_state if proposal.plan.depth() else 0
+        peak = self.step.peak(step.peak + copied, step.held)
+        self.error, self._saved = peak - proposal.peak, self.keeps_all.peak - proposal.peak
+        waited = 0.0
+        if proposal.offloaded:
+            costs = self.step.costs_with_gradients
+            waited = self.step.simulate(proposal.plan, costs, proposal.offloads).waited_seconds
+        judged = replace(
+            proposal,
+            peak=peak,
+            time_ratio=1 + (step.seconds + waited) / self.step.seconds,
+            recomputed_share=step.flops / self.step.flops,
+            offloaded=step.on_host if proposal.offloaded else 0,
+        )
+        self._points.setdefault(sides or self.sides, {})[judged.plan, judged.offloads] = judged
         return judged
 
     def fitting(self, limit: int, sides: Sides = ()) -> list[Point]:
