@@ -91,13 +91,15 @@ class StepPlanner:
                 fits >= 0 and proposals[fits].time_ratio - proposals[index].time_ratio < WORTH
             ):
                 break
-            peak = self.judge.judged(proposals[index], sides).peak
-            error = peak - proposals[index].peak
-            fits, too_large = (index, too_large) if peak <= limit else (fits, index)
+            point = self.judge.judged(proposals[index], sides)
+            error = point.peak - proposals[index].peak
+            does_fit = point.peak <= limit and self.offload.allows(point.offloaded)
+            fits, too_large = (index, too_large) if does_fit else (fits, index)
         if fits >= 0:
             # seconds are judged, too: another one may be faster than the costs of its steps say
-            found = [self.judge.judged(proposals[fits], sides), *self.judge.fitting(limit, sides)]
-            return min(found, key=attrgetter("time_ratio", "peak"))
+            judged = [self.judge.judged(proposals[fits], sides), *self.judge.fitting(limit, sides)]
+            allowed = (point for point in judged if self.offload.allows(point.offloaded))
+            return min(allowed, key=attrgetter("time_ratio", "peak"))
         lowest = self.lowest(sides)
         return lowest if lowest.peak <= limit else None
 
