@@ -57,9 +57,7 @@ class Judge:
         step = self.judgement(self.step.of_model(proposal).plan, proposal.offloads, sides)
         if step is None:
             return self._with_error(proposal)
-        # a dry step makes the state of cuDNN's dropout, which others find and a segment copies
-        copied = self.step.dropout_state if proposal.plan.depth() else 0
-        peak = self.step.peak(step.peak + copied, step.held)
+        peak = self.step.peak(step.peak, step.held)
         self.error, self._saved = peak - proposal.peak, self.keeps_all.peak - proposal.peak
         waited = 0.0
         if proposal.offloaded:

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from zoo.engine.devices import name_of, splits_all_blocks
 from zoo.engine.host_memory import copy_rate
-from zoo.engine.operator_effects import DROPOUT_STATE
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError
 from zoo.invocation import device_of, kernel_device, title_of
@@ -39,7 +38,6 @@ from zoo.planner.plan import Plan
 from zoo.planner.step_events import KernelRun
 from zoo.policy.plan_report import FixedBytes, Point
 from zoo.profiling.caching_allocator import Rounding, as_requested, rounding_of
-from zoo.profiling.cudnn_recurrent import dropout_state_bytes
 from zoo.profiling.kernel_costs import (
     Device,
     KernelCosts,
@@ -406,13 +404,6 @@ class CountedStep:
     def resident(self) -> int:
         """Bytes that are there in forward and backward under every plan."""
         return self.fixed.beside_activations + self.fixed.gradients * self.training.accumulates
-
-    @computed_once
-    def dropout_state(self) -> int:
-        """The bytes of the state that cuDNN's recurrent networks draw their dropout by."""
-        operators = {spec.operator for spec in self.outline.specs if spec is not None}
-        has_one = str(DROPOUT_STATE) in operators
-        return self.rounding(dropout_state_bytes(self.model_device)) if has_one else 0
 
     @computed_once
     def copies(self) -> CopyRate:

@@ -7,12 +7,17 @@ buffer, and it returns a reserve, which only its own backward reads: most of wha
     reserve  gates and cells of all layers | outputs between layers | masks of the dropout | 256
 """
 
+import warnings
 from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zoo._torch import Args, Kwargs, Operator, PyTree
+from zoo.engine.operator_effects import DROPOUT_STATE
 
 # cuDNN's numbers of the kinds of networks, and the gates of each
 GATES = {0: 1, 1: 1, 2: 4, 3: 3}
@@ -113,6 +118,30 @@ def dropout_state_bytes(device: torch.device) -> int:
     if there:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
     return processors * THREADS * STATE
+
+
+class _DropoutState(TorchDispatchMode):
+    """Has the storage of the state that is made inside of it."""
+
+    storage: torch.UntypedStorage
+
+    def __torch_dispatch__(
+        self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
+        result = func(*args, **(kwargs or {}))
+        if func is DROPOUT_STATE:
+            self.storage = result.untyped_storage()
+        return result
+
+
+def dropout_state_made(device: torch.device) -> torch.UntypedStorage:
+    """Lets torch make the state of dropout on a device, which later calls find."""
+    one = torch.zeros(1, 1, 1, device=device)
+    settings = False, 2, 0.5, True, False, False
+    with _DropoutState() as made, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "RNN module weights")
+        torch.rnn_tanh(one, one.expand(2, 1, 1).contiguous(), [one[0]] * 4, *settings)
+    return made.storage
 
 
 def flattened(model: nn.Module) -> nn.Module:

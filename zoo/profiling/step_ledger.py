@@ -124,6 +124,8 @@ class StepLedger(StepMode):
         kwargs = kwargs or {}
         if func in QUESTIONS:
             return answer(func, args[0])
+        if self.is_of_kept_graph(func):
+            return args[0]
         inputs = tensors_in((args, kwargs))
         if self._is_forward:
             new = self.operator() + 1 - len(self._nodes)

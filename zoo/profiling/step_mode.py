@@ -33,6 +33,17 @@ from zoo.profiling.tensor_spec import TensorSpec, storages_of
 LEFT_OUT = -1
 # these start no kernel
 FREE = frozenset({DETACH, torch.ops.aten.empty.memory_format})
+# nodes that copy the reserve of their forward where the graph is kept; only autograd's own engine
+# tells them that it is not
+COPIES_RESERVE = frozenset(
+    {
+        "CudnnRnnBackward0",
+        "MiopenRnnBackward0",
+        "CudnnBatchNormBackward0",
+        "BatchNormWithUpdateBackward0",
+        "BatchNormNoUpdateBackward0",
+    }
+)
 # the shape and the dtype of a parameter
 Form = tuple[tuple[int, ...], torch.dtype]
 # bytes that an optimizer takes for a parameter of a form
@@ -130,6 +141,7 @@ class StepMode(KernelMode):
         self._is_forward = True
         # the autograd node that runs, and the operator that made it
         self._node, self._operator_of_node = 0, AT_END
+        self._has_reserve = False
 
     def note(self, row: Any) -> None:
         """Adds a row to the log."""
@@ -232,6 +244,10 @@ class StepMode(KernelMode):
         if not base.is_complex() and not base._is_view():
             self._copying.add(sequence_number() - 1)
 
+    def is_of_kept_graph(self, func: Operator) -> bool:
+        """Returns whether a node runs an operator only since it takes the graph to be kept."""
+        return self._has_reserve and func is torch.ops.aten.clone.default
+
     def _operator_of(self, node: int) -> int:
         """Returns the number of the operator that made an autograd node."""
         return bisect.bisect_right(self._nodes, node)
@@ -241,9 +257,11 @@ class StepMode(KernelMode):
         if late := self._saved_by.pop(before, None):
             self._saved_by.setdefault(self._node, []).extend(late)
         self._operator_of_node = self._operator_of(self._node)
+        self._has_reserve = node.name() in COPIES_RESERVE
         return self._node in self._copying
 
     def _on_end(self) -> None:
+        self._has_reserve = False
         left = [one for one in self._saved_by.pop(self._node, []) if not one.is_opened]
         # what it has opened is its own, by whichever number that was noted
         opened, self._opened = self._opened, []

@@ -29,6 +29,7 @@ from zoo.loss import Loss
 from zoo.planner.dry_step import DryStep, OnHost, Row
 from zoo.planner.step_events import StepEvents
 from zoo.profiling.cast_cache import CastCache, autocast_left, caches_casts
+from zoo.profiling.cudnn_recurrent import dropout_state_made
 from zoo.profiling.step_ledger import StepLedger
 from zoo.profiling.step_mode import roots_of
 from zoo.profiling.tensor_spec import CallKey, tensors_held_by
@@ -51,6 +52,8 @@ class DrySteps:
         running: the modes of a traced forward, and those of its backward.
         earlier: returns the storages that the program holds of the step before.
         constants: storages that the functions of the step hold, such as targets.
+        has_dropout_state: whether the step draws by the state of cuDNN's dropout, which a program
+            makes in its first step.
         is_forked: whether this process has been forked for the trace.
     """
 
@@ -65,6 +68,7 @@ class DrySteps:
     in_backward: Callable[[], AbstractContextManager[object]]
     earlier: Callable[[], list[UntypedStorage]]
     constants: Sequence[UntypedStorage]
+    has_dropout_state: bool
     is_forked: bool
 
     def log(self, step: DryStep) -> list[Row]:
@@ -84,6 +88,8 @@ class DrySteps:
                 casts = entered.enter_context(CastCache().in_place_of_torchs())
             ledger = StepLedger(self.kernels, shares_casts=casts is not None)
             ledger.note_owned(self.model, self.invocation.tensors, self.constants)
+            if self.has_dropout_state:
+                ledger.note_storage(dropout_state_made(kernel_device(self.model)))
             ledger.note_earlier(self.earlier())
             self.earlier = ledger.remaining
             entered.enter_context(_resizing(ledger))

@@ -372,6 +372,7 @@ class _Forward:
             contextlib.nullcontext if fixes is None else fixes.questions_allowed,
             recorder.remaining,
             recorder.constants,
+            any(spec and spec.operator == str(DROPOUT_STATE) for spec in recorder.specs),
             model is self.model,
         )
 
