@@ -138,7 +138,8 @@ def dropout_state_made(device: torch.device) -> torch.UntypedStorage:
     """Lets torch make the state of dropout on a device, which later calls find."""
     one = torch.zeros(1, 1, 1, device=device)
     settings = False, 2, 0.5, True, False, False
-    with _DropoutState() as made, warnings.catch_warnings():
+    made = _DropoutState()  # type: ignore[no-untyped-call]
+    with made, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "RNN module weights")
         torch.rnn_tanh(one, one.expand(2, 1, 1).contiguous(), [one[0]] * 4, *settings)
     return made.storage
