@@ -36,8 +36,6 @@ ROOMIER = 1.2
 SHOWN = 12
 # the most judgements in a search for a plan, and those of proposals where none fits, the smallest
 MOST_JUDGEMENTS, LOWEST = 8, 4
-# up to which share of a peak its error may differ from that of the last judged plan
-NEAR = 0.01
 # the least saving of time for which one more proposal is judged
 WORTH = 0.01
 
@@ -110,13 +108,13 @@ class StepPlanner:
     def _lowest_of(self, proposals: Sequence[Point], sides: Sides = ()) -> Point:
         """Returns the judged plan of the least peak; the baseline is one, too.
 
-        What is expected to take clearly more than the least so far is not judged.
+        What takes more than the least so far by the costs of its steps, too, is not judged.
         """
         judged = list[Point]()
         # with tiny activations the random states of a segment take more than it saves
         for point in (*proposals, self.judge.keeps_all):
             least = min((one.peak for one in judged), default=math.inf)
-            if self.judge.expected(point).peak <= (1 + NEAR) * least:
+            if point.peak + min(self.judge.error, 0) < least:
                 judged.append(self.judge.judged(point, sides))
         return min(judged, key=attrgetter("peak", "time_ratio"))
 

@@ -72,7 +72,7 @@ def _failed(error: Exception) -> FailedCall:
 
 
 @functools.cache
-def import_for_fakes() -> None:
+def _import_for_fakes() -> None:
     """Imports what fake tensors need, once and not in each forked process."""
     for name in FOR_FAKES:
         importlib.import_module(name)
@@ -105,6 +105,7 @@ def isolated_service(
     Each request finds what the function has left there. Without a fork it finds what the one before
     has left, and those after `MOST_HERE` are refused.
     """
+    _import_for_fakes()
     answer: T | FailedCall = FailedCall(NO_FORK)
     ask: Callable[[Any], Any] = _ServedHere(serve)
     if can_fork():

@@ -23,7 +23,7 @@ from zoo.optimizer.independence import optimizer_like, step_alone
 from zoo.planner.step_events import Allocated, Freed
 from zoo.profiling.caching_allocator import Rounding, rounding_of
 from zoo.profiling.fake_tensors import FakeTensorFixes
-from zoo.profiling.isolation import import_for_fakes, isolated
+from zoo.profiling.isolation import isolated
 from zoo.profiling.step_mode import Form, UpdateBytes, form_of
 from zoo.profiling.step_recorder import StepRecorder
 from zoo.profiling.tensor_spec import CPU, tensors_in
@@ -160,7 +160,6 @@ def optimizer_bytes(
     tensors = list(parameters)
     kind = device or next((p.device.type for p in tensors), "cpu")
     rounding = rounding or rounding_of(kind)
-    import_for_fakes()
     return isolated(  # type: ignore[no-any-return]
         lambda _: _on_fakes(make, tensors, in_backward, device, rounding),
         lambda text: ArgumentError(
