@@ -107,11 +107,11 @@ def test_views_that_are_taken_in_a_function_mode_are_known() -> None:
     assert names_in(again) == names_in(events)
 
 
-def test_questions_are_counted_and_no_calls() -> None:
+def test_a_number_that_is_read_is_no_operator_of_the_path() -> None:
     model = Deciding()
     events = traced(model, Invocation((torch.rand(4, 6),)))
-    assert "aten._local_scalar_dense.default" in names_in(events)
-    assert "aten._local_scalar_dense.default" not in [call.operator for call in calls_in(events)]
+    assert "aten.gt.Scalar" in names_in(events)
+    assert "aten._local_scalar_dense.default" not in names_in(events)
     assert all(events.operators[call.index].operator == call.operator for call in calls_in(events))
 
 

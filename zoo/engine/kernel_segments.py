@@ -55,7 +55,6 @@ from zoo.engine.operator_effects import (
     DETACH,
     EFFECTS,
     NUMBERS,
-    READ_NUMBER,
     bytes_returned,
     is_counted,
     with_tensors,
@@ -324,8 +323,6 @@ class Conductor(Recorder):
             and index not in branch.switches
             and index < len(branch.operators)
             and branch.operators[index] is func
-            # the only one that may be counted or not (`is_counted`) and neither writes nor draws
-            and func is not READ_NUMBER
             and self._waiting is None
             and self.offloading is None
         )

@@ -366,9 +366,12 @@ DETACH = torch.ops.aten.detach.default
 def is_counted(operator: Operator, args: Args, kwargs: Kwargs) -> bool:
     """Returns whether a plan knows a forward by this operator, among others.
 
-    It does not by those that only some forwards of the same path call.
+    It does not by those that only some forwards of the same path call. What a program does with a
+    number that it reads shows in the operators that follow; one in a message decides nothing, and
+    `f"{tensor}"` reads it of a real tensor only.
     """
-    return operator is not DETACH and not makes_dropout_state(operator, args, kwargs)
+    is_free = operator is DETACH or operator is READ_NUMBER
+    return not is_free and not makes_dropout_state(operator, args, kwargs)
 
 
 def makes_dropout_state(operator: Operator, args: Args, kwargs: Kwargs) -> bool:
@@ -377,7 +380,7 @@ def makes_dropout_state(operator: Operator, args: Args, kwargs: Kwargs) -> bool:
         # its arguments are no tensors
         dtype, device = kwargs.get("dtype"), kwargs.get("device")
         return dtype is torch.int64 and not args[0] and device is not None and device.type == "cuda"
-    if operator is DRAWN_NUMBER or operator is READ_NUMBER:
+    if operator is DRAWN_NUMBER:
         return args[0].dtype is torch.int64 and not args[0].shape and bool(args[0].is_cuda)
     return operator is DROPOUT_STATE
 
