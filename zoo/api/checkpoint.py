@@ -38,6 +38,7 @@ def checkpoint(
     loss: Loss | None = None,
     accumulates: bool = False,
     holds_outputs: bool | None = None,
+    forwards: int = 1,
     offload: OffloadOption | None = None,
     host_budget: int | str | None = None,
 ) -> AnyModule:
@@ -65,9 +66,10 @@ def checkpoint(
         model: any module; its pickle holds the option, too.
         inputs: plans now, for these; under the autocast that the training has, if any.
         steps: names of modules that count as blocks, `["encoder.layers.*"]`.
-        optimizer, loss, accumulates, holds_outputs: as in `zoo.plan`. The optimizer is assumed to
-            be the one that steps in the backward, or AdamW, with a warning. The loss makes targets
-            of each new size.
+        optimizer, loss, accumulates, holds_outputs, forwards: as in `zoo.plan`. The optimizer is
+            assumed to be the one that steps in the backward, or AdamW, with a warning. The loss
+            makes targets of each new size. More forwards before a backward are planned for from
+            the second step on.
         offload: as in `zoo.plan`; without a budget, what segments start from; beside a plan also
             the first steps of its segments, and its kept steps, that go. A report's own
             (`report.offloads`) go if it is left out.
@@ -84,7 +86,8 @@ def checkpoint(
         checkpoint = True if memory_budget is None and max_overhead is None else "auto"
     check_module(model, "zoo.checkpoint")
     check_loss(loss)
-    training = TrainingStep(optimizer, loss, accumulates, outputs_held(holds_outputs, loss))
+    holds = outputs_held(holds_outputs, loss)
+    training = TrainingStep(optimizer, loss, accumulates, holds, forwards=forwards)
     says_step = holds_outputs is not None or training != TrainingStep()
     training = training.for_model(model)
     to_host = Offload.of(offload or False, host_budget)
@@ -92,12 +95,14 @@ def checkpoint(
     if says_step and not (goal is not None and goal.is_bounded):
         choice = False if goal is None else goal.choice
         raise ArgumentError(
-            "optimizer=, loss=, accumulates= and holds_outputs= say what a budget counts; got "
+            "optimizer=, loss=, accumulates=, holds_outputs= and forwards= say what a budget "
+            "counts; got "
             f"checkpoint={choice!r}, which has none. Pass memory_budget= or max_overhead=, or "
             "leave them out"
         )
     if goal is not None and goal.report is not None:
-        training = TrainingStep(holds_outputs=goal.report.holds_outputs)
+        made_for = goal.report
+        training = TrainingStep(holds_outputs=made_for.holds_outputs, forwards=made_for.forwards)
     if offload is False and goal is not None and goal.offload.is_on:
         raise ArgumentError(
             "offload=False beside a report whose plan offloads would break its budget; leave "

@@ -41,6 +41,7 @@ def plan(
     optimizer_in_backward: bool = False,
     accumulates: bool = False,
     holds_outputs: bool | None = None,
+    forwards: int = 1,
     offload: bool = False,
     host_budget: int | str | None = None,
 ) -> PlanReport:
@@ -69,6 +70,8 @@ def plan(
         holds_outputs: a variable holds what the model returns until the backward is over, as in
             `outputs = model(x)`: True unless `loss` is given. False for the Trainer of
             transformers: a sixteenth of a step of GPT-2.
+        forwards: how many forwards like this one run before the backward, as of both images of a
+            pair, or in a roll-out: the peak is that of all.
         offload: what segments start from and what kept steps save may lie on the host until the
             backward; a model that gets the report is offloaded, too. A copy of 32 MiB is measured.
         host_budget: the most bytes there, or "8GiB"; a plan that needs more is left out.
@@ -88,6 +91,7 @@ def plan(
         optimizer_in_backward=optimizer_in_backward,
         accumulates=accumulates,
         holds_outputs=outputs_held(holds_outputs, loss),
+        forwards=forwards,
         offload=Offload.of(offload, host_budget).named_in(None),
     )
     return planner.report(*bounds)
@@ -104,6 +108,7 @@ def frontier(
     optimizer_in_backward: bool = False,
     accumulates: bool = False,
     holds_outputs: bool | None = None,
+    forwards: int = 1,
     offload: bool = False,
     host_budget: int | str | None = None,
 ) -> Frontier:
@@ -122,6 +127,7 @@ def frontier(
         optimizer_in_backward=optimizer_in_backward,
         accumulates=accumulates,
         holds_outputs=outputs_held(holds_outputs, loss),
+        forwards=forwards,
         offload=Offload.of(offload, host_budget).named_in(None),
     ).frontier()
 

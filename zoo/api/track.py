@@ -26,7 +26,7 @@ from zoo.optimizer.in_backward import optimizer_in_backward as step_in_backward
 from zoo.planner.event_costs import Outline
 from zoo.planner.plan import Plan
 from zoo.policy.budget import StepPlanner
-from zoo.policy.decision import TracedStep, plans_for
+from zoo.policy.decision import plans_for, step_of
 from zoo.policy.goal import Checkpoint, Offload, OffloadOption, goal_for, parse_checkpoint
 from zoo.policy.savings import savings_of
 from zoo.policy.training_step import CountedStep, TrainingStep
@@ -214,8 +214,8 @@ def _plan_of_option(
     goal = replace(goal, report=None)
     try:
         with torch.enable_grad():
-            traced = TracedStep(model, outline(training.loss), inputs)
-            chosen = plans_for(goal, training, traced)[0]
+            step = step_of(goal, training, (model, outline(training.loss), inputs))
+            chosen = plans_for(goal, step)[0]
             return chosen.plan, chosen.offloads
     except TraceError:
         if checkpoint not in (None, True, "blocks"):

@@ -386,7 +386,8 @@ class Conductor(Recorder):
         expected = known[number] if number < len(known) else None
         if expected is None or arrival[:2] != expected[:2]:
             self.synchronized, self.lost = False, True
-        elif arrival.size > expected.size * kept.room:
+        elif arrival.size > expected.size:
+            # what a block makes of them may grow faster: from here on each kernel is looked at
             roomy = [b for b in self.branches if b.room * expected.size >= arrival.size]
             self.branch = min(roomy, key=lambda branch: branch.room, default=kept)
             self.outgrown = self.lost = not roomy

@@ -143,6 +143,7 @@ class Simulation:
     # for each step, what is copied there of what it saves, or of that from which a segment starts
     # with it
     on_host: tuple[int, ...] = ()
+    between: int = 0  # bytes that are held between forward and backward
 
 
 class CopyRate(NamedTuple):
@@ -184,6 +185,7 @@ def simulate(
         clock.offloading.copy_out(len(costs))
     peaks = [(clock.peak, clock.moment)]
     clock.hold(costs.held_until_end)
+    between = clock.held_bytes
     for item in reversed(plan):
         # here no recomputed tensor is held
         if clock.offloading is not None:
@@ -197,10 +199,10 @@ def simulate(
     # an exact sum: plans that repeat equal steps in another order take equal time
     seconds = math.fsum(clock.seconds)
     if clock.offloading is None:
-        return Simulation(peak, clock.flops, seconds, backward_peaks, moment)
+        return Simulation(peak, clock.flops, seconds, backward_peaks, moment, between=between)
     on_host, waited = clock.offloading.bytes, clock.offloading.waited
     costs_of_plan = peak, clock.flops, seconds, backward_peaks, moment
-    return Simulation(*costs_of_plan, sum(on_host), waited, tuple(on_host))
+    return Simulation(*costs_of_plan, sum(on_host), waited, tuple(on_host), between)
 
 
 def least_possible(costs: StepCosts) -> int:

@@ -138,6 +138,8 @@ class StepBytes:
             the peak, also of the step before; `unread`: what only variables of the forward hold and
             no kernel of the forward reads after the peak.
         on_host: the most bytes on the host at a time.
+        between_passes: made by the forward and there when the backward begins.
+        in_backward: the peak of the backward alone.
         activations: the peak without gradients of parameters.
         seconds, flops: of all kernels that are replayed.
     """
@@ -157,6 +159,8 @@ class StepBytes:
     remaining: int = 0
     unread: int = 0
     on_host: int = 0
+    between_passes: int = 0
+    in_backward: int = 0
 
     @property
     def peak(self) -> int:
@@ -205,6 +209,7 @@ class _Walk:
         self.total = self.alive["gradients"]
         self.phase, self.operator = FORWARD, 0
         self.peak = self.activations = -1
+        self.between_passes = self.in_backward = 0
         # the row at which the peak is
         self.position = self.peak_at = 0
         self.at_peak: tuple[str, int, dict[str, int], int] = (FORWARD, 0, {**self.alive}, 0)
@@ -226,6 +231,7 @@ class _Walk:
             self.sizes[row.storage], self.kinds[row.storage] = self.rounding(row.bytes), "kept"
         elif type(row) is ForwardEnd:
             self.phase = BACKWARD
+            self.between_passes = self.total - self.alive["gradients"]
 
     def make(self, row: Made) -> None:
         kind = "recomputed" if row.is_replayed else "between"
@@ -268,6 +274,8 @@ class _Walk:
     def look(self, work: int) -> None:
         """Notes the bytes of a moment."""
         total = self.total + work
+        if self.phase is not FORWARD:
+            self.in_backward = max(self.in_backward, total)
         self.activations = max(self.activations, total - self.alive["gradients"])
         if total > self.peak:
             self.peak, self.peak_at = total, self.position
@@ -302,6 +310,8 @@ class _Walk:
             remaining=bytes_of(remaining),
             unread=bytes_of(unread) if phase is FORWARD else 0,
             on_host=sum(row.bytes for row in self.log if type(row) is OnHost),
+            between_passes=self.between_passes,
+            in_backward=self.in_backward,
         )
 
     def sizes_at_peak(self) -> dict[int, int]:

@@ -196,6 +196,18 @@ class RoomyPlan(NamedTuple):
     offloads: frozenset[int] = frozenset()
     leaves_autocast: bool = False
 
+    @property
+    def text(self) -> str:
+        """A line of text."""
+        offloads = json.dumps(sorted(self.offloads), separators=(",", ":"))
+        return f"{self.room!r} {self.leaves_autocast:d} {offloads} {self.plan.text()}"
+
+    @classmethod
+    def parse(cls, text: str) -> "RoomyPlan":
+        """Reads a line of text."""
+        room, leaves, offloads, plan = text.split(maxsplit=3)
+        return cls(Plan.parse(plan), float(room), frozenset(json.loads(offloads)), leaves == "1")
+
 
 def indices(item: Item) -> Iterator[int]:
     """Yields the step indices of one entry of a plan, in order."""

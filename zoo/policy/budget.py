@@ -91,7 +91,7 @@ class StepPlanner:
                 break
             point = self.judge.judged(proposals[index], sides)
             error = point.peak - proposals[index].peak
-            does_fit = point.peak <= limit and self.offload.allows(point.offloaded)
+            does_fit = self.fits(point, limit)
             fits, too_large = (index, too_large) if does_fit else (fits, index)
         if fits >= 0:
             # seconds are judged, too: another one may be faster than the costs of its steps say
@@ -142,19 +142,28 @@ class StepPlanner:
         """
         if budget is None:
             return [self.roomy(chosen)]
-        fixed, plans = self.step.fixed, list[RoomyPlan]()
-        still = fixed.beside_activations - fixed.inputs
+        plans = list[RoomyPlan]()
         proposal = self.step.point(chosen.plan, offloads=chosen.offloads)
         error = chosen.peak - proposal.peak
         slower = (p for p in reversed(self._proposed) if p.time_ratio > proposal.time_ratio)
         others = (replace(point, peak=point.peak + error) for point in slower)
         for point in (chosen, *others):
-            room = (budget - still) / (point.peak - still)
-            if self.offload.host_budget is not None and point.offloaded:
-                room = min(room, self.offload.host_budget / point.offloaded)
+            room = self.room(point, budget)
             if room >= (plans[-1].room * ROOMIER if plans else 1):
                 plans.append(self.roomy(point)._replace(room=room))
         return plans
+
+    def room(self, point: Point, budget: int) -> float:
+        """Returns how many times as large tensors may get until a plan breaks a budget in bytes."""
+        still = self.step.fixed.beside_activations - self.step.fixed.inputs
+        room = (budget - still) / (point.peak - still)
+        if self.offload.host_budget is not None and point.offloaded:
+            room = min(room, self.offload.host_budget / point.offloaded)
+        return room
+
+    def fits(self, point: Point, limit: int) -> bool:
+        """Returns whether a plan keeps to so many bytes, and to those of the host."""
+        return point.peak <= limit and self.offload.allows(point.offloaded)
 
     def roomy(self, point: Point) -> RoomyPlan:
         """Returns a plan of the model for tensors of any size."""
@@ -293,6 +302,7 @@ class StepPlanner:
             optimizer=step.optimizer_bytes.name,
             accumulates=step.training.accumulates,
             holds_outputs=step.training.holds_outputs,
+            forwards=step.training.forwards,
             offloaded=point.offloaded,
             on_host=result.on_host[: step.steps],
         )

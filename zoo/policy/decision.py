@@ -6,12 +6,11 @@
 import contextlib
 import functools
 import hashlib
-import json
 import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from operator import attrgetter
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, distributed, nn
@@ -30,28 +29,41 @@ from zoo.planner.plan import Plan, RoomyPlan
 from zoo.policy.budget import StepPlanner
 from zoo.policy.goal import Goal
 from zoo.policy.judge import OUTSIDE, Sides
+from zoo.policy.proposals import Proposals
 from zoo.policy.training_step import CountedStep, TrainingStep, without_optimizer
 from zoo.profiling.kernel_costs import is_of_kind
+from zoo.profiling.optimizer_memory import OptimizerBytes
 from zoo.profiling.progress import shown
 from zoo.units import exact_bytes, format_bytes
 
+# how many times the best time a known plan may take
+SLOWER = 1.05
 _log = logging.getLogger("zoo")
 
 
-class TracedStep(NamedTuple):
-    """A model's traced step, and the sides of autocast on which its backward may run."""
+def step_of(
+    goal: Goal,
+    training: TrainingStep,
+    traced: tuple[nn.Module, Outline, Sequence[Tensor]],
+    optimizer: OptimizerBytes | None = None,
+) -> CountedStep:
+    """Returns the step that is planned for: for a budget, with its loss and its optimizer.
 
-    model: nn.Module
-    outline: Outline
-    inputs: Sequence[Tensor]
-    sides: Sides = OUTSIDE
+    `optimizer`: the bytes of it, if they are known.
+    """
+    model, outline, inputs = traced
+    if goal.is_bounded:
+        return CountedStep(model, outline, inputs, training.of(model), counted_optimizer=optimizer)
+    return CountedStep(model, outline.without_loss(), inputs, without_optimizer(model))
 
 
 @shown("zoo.checkpoint")
 def plans_for(
-    goal: Goal, training: TrainingStep, traced: TracedStep, *, has_run: bool = False
+    goal: Goal, step: CountedStep, sides: Sides = OUTSIDE, *, has_run: bool = False
 ) -> Sequence[RoomyPlan]:
     """Returns the plan, and for a budget in bytes others for larger inputs, by rising room.
+
+    The backward runs on any of the `sides` of an autocast around the model.
 
     A training that has run goes on: where no plan keeps to the budget, it gets the plan of the
     least peak, with a warning.
@@ -61,11 +73,8 @@ def plans_for(
             was made for.
         PlanError: the user's plan is for other steps.
     """
-    model, outline, inputs, sides = traced
     if goal.is_bounded:
-        step = CountedStep(model, outline, inputs, training.of(model))
         return _within_budget(goal, step, sides, has_run)
-    step = CountedStep(model, outline.without_loss(), inputs, without_optimizer(model))
     return _with_room(goal, step, plan_for(goal, step, has_run=has_run))
 
 
@@ -161,9 +170,53 @@ def _within_budget(
     return plans
 
 
-def _measured(step: CountedStep) -> CountedStep:
+@shown("zoo.checkpoint")
+def known_plan_for(
+    goal: Goal, step: CountedStep, sides: Sides, known: Sequence[RoomyPlan]
+) -> RoomyPlan | None:
+    """Returns the plan, of those of a path in other sizes, that is to serve these, if one is.
+
+    A dry step by it keeps to the budget, and it takes little more time than the best that the
+    costs of the steps propose: both by estimates, since no kernel is timed.
+    """
+
+    def decide() -> Sequence[RoomyPlan]:
+        planner = StepPlanner(_measured(step, timed=False), goal.offload, sides)
+        found = _known_plan(goal, planner, step, known)
+        return [] if found is None else [found]
+
+    plans = _first_decided(goal, step, decide, sides, known)
+    return plans[0] if plans else None
+
+
+def _known_plan(
+    goal: Goal, planner: StepPlanner, estimated: CountedStep, known: Sequence[RoomyPlan]
+) -> RoomyPlan | None:
+    limit, judge = planner.bytes_of(goal.memory_budget), planner.judge
+    points = [
+        estimated.point(estimated.with_loss(plan.plan), offloads=plan.offloads) for plan in known
+    ]
+    for quick in sorted(points, key=attrgetter("time_ratio")):
+        if quick.peak + min(judge.error, 0) > limit:
+            continue
+        point = judge.judged(planner.step.point(quick.plan, offloads=quick.offloads))
+        if not (judge.has_judged(point) and planner.fits(point, limit)):
+            continue
+        best, error = quick.time_ratio, point.peak - quick.peak
+        if best > SLOWER:
+            proposals = Proposals(estimated, goal.offload).best
+            within = (p.time_ratio for p in proposals if p.peak + error <= limit)
+            best = min(within, default=best)
+        if quick.time_ratio > SLOWER * best:
+            return None
+        room = math.inf if isinstance(goal.memory_budget, float) else planner.room(point, limit)
+        return planner.roomy(point)._replace(room=room)
+    return None
+
+
+def _measured(step: CountedStep, *, timed: bool = True) -> CountedStep:
     try:
-        return step.measured()
+        return step.measured(timed=timed)
     except ProfilerError:
         _warn_of_profiler(type(step.model).__name__)
     return step
@@ -321,8 +374,11 @@ def _first_decided(
     step: CountedStep,
     decide: Callable[[], Sequence[RoomyPlan]],
     sides: Sides = OUTSIDE,
+    known: Sequence[RoomyPlan] = (),
 ) -> Sequence[RoomyPlan]:
     """Returns the plans of the first process in a group that decided the same request.
+
+    It may be a choice among `known` plans.
 
     Clocks differ, and so do plans by measured times. Each plan is exact, but collectives inside
     steps must be recomputed in the same order everywhere. A store is used instead of a broadcast,
@@ -337,20 +393,15 @@ def _first_decided(
     parameters = [(name, p.shape, p.dtype) for name, p in step.model.named_parameters()]
     spec = InputSpec.of(Invocation(tuple(step.inputs)), step.model)
     bounds = goal.choice, goal.memory_budget, goal.max_overhead, goal.offload
-    asked = *bounds, step.training.names, sides
+    asked = *bounds, step.training.names, sides, [plan.text for plan in known]
     request = repr((step.outline.names, step.outline.blocks, parameters, spec, asked))
     store = distributed.distributed_c10d._get_default_store()
     key = f"zoo/{hashlib.sha256(request.encode()).hexdigest()}"
     if store.check([key]):
         text = store.get(key)
     else:
-        own_plans = "\n".join(
-            f"{room!r} {leaves:d} {json.dumps(sorted(offloads), separators=(',', ':'))} {p.text()}"
-            for p, room, offloads, leaves in decide()
-        )
-        text = store.compare_set(key, "", own_plans)
-    lines = (line.split(maxsplit=3) for line in text.decode().splitlines())
-    return [
-        RoomyPlan(Plan.parse(plan), float(room), frozenset(json.loads(offloads)), leaves == "1")
-        for room, leaves, offloads, plan in lines
-    ]
+        own_plans = "\n".join(plan.text for plan in decide())
+        # a store takes no empty text
+        text = store.compare_set(key, "", own_plans or "none")
+    lines = text.decode().splitlines()
+    return [RoomyPlan.parse(line) for line in lines if line != "none"]

@@ -221,6 +221,12 @@ class Goal:
         """Whether it is a budget or an overhead, for which each kind of kernel is measured."""
         return bool(self.choice == "auto")
 
+    @property
+    def is_for_bytes(self) -> bool:
+        """Whether steps are to keep to a budget, which may be that of a report."""
+        of_report = self.report is not None and self.report.budget is not None
+        return of_report or self.memory_budget is not None
+
 
 def parse_checkpoint(option: Checkpoint) -> Checkpoint:
     """Reads text of a `checkpoint=` option, the same in Python and on a command line.

@@ -57,7 +57,7 @@ class Judge:
         step = self.judgement(self.step.of_model(proposal).plan, proposal.offloads, sides)
         if step is None:
             return self._with_error(proposal)
-        peak = self.step.peak(step.peak, step.held)
+        peak = self.peak_of(step)
         self.error, self._saved = peak - proposal.peak, self.keeps_all.peak - proposal.peak
         waited = 0.0
         if proposal.offloaded:
@@ -99,7 +99,12 @@ class Judge:
         known = [step for step in steps if step is not None]
         if len(known) < len(steps):
             return None
-        return max(known, key=lambda step: self.step.peak(step.peak, step.held))
+        return max(known, key=self.peak_of)
+
+    def peak_of(self, step: StepBytes) -> int:
+        """Returns the peak of the whole step, with what the step's earlier forwards hold."""
+        between, backward = step.between_passes, step.in_backward
+        return self.step.peak(self.step.with_earlier(step.peak, between, backward), step.held)
 
     def has_judged(self, point: Point, sides: Sides = ()) -> bool:
         """Returns whether dry steps told what a plan takes, on all sides or on those given."""
@@ -127,7 +132,13 @@ class Judge:
         step = self.step
         updates, accumulates = step.optimizer_bytes.updates, step.training.accumulates
         gradients = Gradients(step.profile.gradient_bytes, updates, accumulates)
-        return bytes_of_step(log, step.rounding, self._rates, gradients)
+        found = bytes_of_step(log, step.rounding, self._rates, gradients)
+        if step.training.forwards == 1 or not gradients.are_kept:
+            return found
+        # a backward after another one adds to the gradients of parameters
+        added = replace(gradients, accumulates=True)
+        later = bytes_of_step(log, step.rounding, self._rates, added)
+        return replace(found, in_backward=later.in_backward)
 
     @computed_once
     def _rates(self) -> KernelRates:
@@ -170,6 +181,8 @@ class Judge:
             number = step.outline.step_of(at.operator)
             phase = f"{at.phase} of {(*step.outline.names, 'the loss')[number]}"
             gradients = at.gradients + fixed.gradients * step.training.accumulates
+        # earlier forwards of the step hold it, and a later backward finds gradients
+        kept += self.peak_of(at) - step.peak(at.peak, at.held)
         same = fixed.parameters, fixed.buffers, fixed.inputs, fixed.optimizer
         parts = *same, gradients, kept, recomputed, between, work
         reserve = point.peak - sum(parts) - fixed.libraries

@@ -153,7 +153,7 @@ class PlanReport:
             first to save.
         title: the model and its inputs.
         kernels_measured: whether kernels were measured, so that their workspaces count.
-        device, optimizer, accumulates, holds_outputs: what it was made for.
+        device, optimizer, accumulates, holds_outputs, forwards: what it was made for.
         offloaded: bytes that the host holds until the backward, beside all others.
         on_host: those bytes for each step, or for the segment that begins with it; empty if none.
         format: how the steps are numbered.
@@ -181,6 +181,7 @@ class PlanReport:
     holds_outputs: bool = True
     offloaded: int = 0
     on_host: tuple[int, ...] = ()
+    forwards: int = 1
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -238,7 +239,8 @@ class PlanReport:
             ("operations of the forward recomputed", "", f"{self._recomputed():.1%}"),
         ]
         optimizer = f" with {self.optimizer}" if self.optimizer else ""
-        accumulated = ", gradients accumulated" if self.accumulates else ""
+        accumulated = f", {self.forwards} forwards" if self.forwards > 1 else ""
+        accumulated += ", gradients accumulated" if self.accumulates else ""
         parts = (
             f"{self.title}, one training step{optimizer}{accumulated}",
             markdown_table(("predicted", "", "of the baseline"), predicted),

@@ -13,7 +13,7 @@ from zoo.planner import schemes
 from zoo.planner.costs import computed_once
 from zoo.planner.least_memory import least_memory
 from zoo.planner.offload_choices import COUNT, choices
-from zoo.planner.plan import Item, Plan, falling, thinned
+from zoo.planner.plan import Item, Plan, falling, first_step, thinned
 from zoo.policy.goal import Offload, optimal_planner
 from zoo.policy.plan_report import Point
 from zoo.policy.training_step import CountedStep
@@ -45,6 +45,8 @@ class Proposals:
             try:
                 costs = self.step.costs_with_gradients
                 found += self._without_offloading(optimal_planner().frontier(costs, each=each))
+                if self.step.training.forwards > 1:
+                    found += [self.step.point(self._in_a_segment(p.plan)) for p in found]
                 if self.offload.is_on:
                     # one by one, so that an interrupt loses none
                     for point in self._offloaded([point.plan for point in found]):
@@ -57,6 +59,15 @@ class Proposals:
                 raise Interrupted("interrupted", best_of(found)) from None
         return best_of(found)
 
+    def _in_a_segment(self, plan: Plan) -> Plan:
+        """Returns a plan by which the whole forward runs again, and then by this one.
+
+        Forwards hold nothing but their inputs until the backward reaches them.
+        """
+        steps = self.step.steps
+        inner = tuple(item for item in plan if first_step(item) < steps)
+        return Plan([inner, *range(steps, len(self.step.costs))])
+
     @property
     def lowest(self) -> list[Point]:
         """The best plans by rising peak if they are known, else the one of least peak."""
@@ -65,8 +76,8 @@ class Proposals:
     @computed_once
     def smallest(self) -> Point:
         """The plan of least peak, without offloading by a search of its own, which is finer."""
-        if self.offload.is_on:
-            # what is offloaded decides which plan that is
+        if self.offload.is_on or self.step.training.forwards > 1:
+            # what is offloaded, or held until the last forward is over, decides which plan that is
             return self.best[0]
         least = optimal_planner().least(self.step.costs_with_gradients)
         return self.step.point(_loss_kept(least, self.step.steps))

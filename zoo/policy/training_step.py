@@ -79,6 +79,7 @@ class TrainingStep:
         accumulates: whether the step begins with the gradients of earlier backwards.
         holds_outputs: whether a variable holds the outputs until the backward is over.
         optimizer_in_backward: whether the optimizer steps in the backward.
+        forwards: how many forwards of the model run before the backward.
         device: a device that is not here, for estimates by its peak rates; None for the model's.
     """
 
@@ -87,6 +88,7 @@ class TrainingStep:
     accumulates: bool = False
     holds_outputs: bool = True
     optimizer_in_backward: bool = False
+    forwards: int = 1
     device: str | None = None
 
     def __post_init__(self) -> None:
@@ -95,6 +97,11 @@ class TrainingStep:
             raise ArgumentError(
                 "accumulates=True keeps gradients over several backwards, and an optimizer in the "
                 "backward uses and frees each in its own; leave out one of both"
+            )
+        if type(self.forwards) is not int or self.forwards < 1:
+            raise ArgumentError(
+                "forwards is how often the model runs before the backward, a whole number from 1 "
+                f"on; got {self.forwards!r}"
             )
 
     def for_model(self, model: nn.Module) -> "TrainingStep":
@@ -132,7 +139,7 @@ class TrainingStep:
         """The step as text, the same in all processes of a group."""
         parts = self.optimizer, self.loss
         named = (part if isinstance(part, str) else _name(part) for part in parts)
-        return (*named, str(self.accumulates), str(self.holds_outputs))
+        return (*named, str(self.accumulates), str(self.holds_outputs), str(self.forwards))
 
 
 def _name(value: object) -> str:
@@ -432,8 +439,9 @@ class CountedStep:
         `result` is its simulation with the gradients of parameters, if that is known.
         """
         result = result or self.simulate(plan, self.costs_with_gradients, offloads)
+        held = self.costs.bytes_of(self.costs.held_until_end)
         return Point(
-            self.peak(result.peak, self.costs.bytes_of(self.costs.held_until_end)),
+            self.peak(self.with_earlier(result.peak, result.between), held),
             1 + (result.recomputed_seconds + result.waited_seconds) / self.seconds,
             plan,
             name,
@@ -441,6 +449,20 @@ class CountedStep:
             result.offloaded,
             tuple(step for step, size in enumerate(result.on_host) if size),
         )
+
+    def with_earlier(self, during: int, between: int, backward: int | None = None) -> int:
+        """Adds to the peak of activations and gradients what the step's earlier forwards hold.
+
+        Each holds `between` bytes until its backward, and all backwards but the first to run find
+        gradients of parameters: `backward` is the peak of one. All forwards are taken to be alike.
+        """
+        more = self.training.forwards - 1
+        if not more:
+            return during
+        inputs = sum(self.rounding(t.nbytes) for t in self.inputs if not t.requires_grad)
+        gradients = self.fixed.gradients * (not self.training.accumulates)
+        later = gradients + (during if backward is None else backward)
+        return more * inputs + max(more * between + during, (more - 1) * between + later)
 
     def peak(self, during: int, held: int) -> int:
         """Returns the peak of the whole step, from that of activations and gradients `during` it.

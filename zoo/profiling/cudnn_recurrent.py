@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from zoo._torch import Args, Kwargs, Operator, PyTree
+from zoo._torch import Args, Kwargs, Operator, PyTree, TorchDispatchMode
 from zoo.engine.operator_effects import DROPOUT_STATE
 
 # cuDNN's numbers of the kinds of networks, and the gates of each

@@ -104,12 +104,14 @@ def step_trace_of(
     blocks: Iterable[str] = (),
     *,
     is_judged: bool = False,
+    on_real_tensors: bool = False,
 ) -> StepTrace:
     """Returns the trace of a training step of a model: forward, loss and backward.
 
     The inputs may be meta, fake or real tensors. Without `loss` the loss is the model's output of
     that name, if there is one. `blocks` are paths of modules whose calls are noted. If it
-    `is_judged`, dry steps may follow. Of an autocast around the model the backward is outside.
+    `is_judged`, dry steps may follow. Of an autocast around the model the backward is outside. A
+    forward that cannot run on fake tensors, or is not to, runs `on_real_tensors`.
 
     Raises:
         ArgumentError: the model or the loss raises an error on these inputs, or reads values that
@@ -135,7 +137,9 @@ def step_trace_of(
     with shown("tracing the forward"):
         forward.kept = kept if is_judged else None
         serve = functools.partial(_dry_step, kept) if is_judged else None
-        result, ask = forward.isolated(forward.on_fakes, serve)
+        result: StepTrace | Failure = Failure()
+        if not on_real_tensors:
+            result, ask = forward.isolated(forward.on_fakes, serve)
         if not isinstance(result, StepTrace):
             forward.failure = result
             result, ask = forward.isolated(forward.on_real_tensors, serve)

@@ -34,6 +34,7 @@ import inspect
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -55,8 +56,13 @@ CAST = "aten._to_copy"
 ROWS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def partition(model: nn.Module, trace: StepTrace, blocks: Collection[str]) -> Outline:
+def partition(
+    model: nn.Module, trace: StepTrace, blocks: Collection[str], cuts: Sequence[int] = ()
+) -> Outline:
     """Cuts a model's training step into steps; `blocks` are the paths of its blocks.
+
+    The steps begin at operators that keep the least, or at given `cuts`: those of the same
+    operators in other sizes.
 
     Raises:
         RunsLaterError: the forward calls no operator.
@@ -75,7 +81,10 @@ def partition(model: nn.Module, trace: StepTrace, blocks: Collection[str]) -> Ou
         )
     matrices = {number for number, one in enumerate(model.parameters()) if one.ndim > 1}
     functions = _functions(trace, matrices)
-    starts = _useful(_cuts(calls, uses_of, functions), calls, trace)
+    if cuts:
+        starts = [bisect.bisect_left(calls, cut, key=attrgetter("index")) for cut in cuts]
+    else:
+        starts = _useful(_cuts(calls, uses_of, functions), calls, trace)
     parts = [calls[start:end] for start, end in itertools.pairwise([*starts, len(calls)])]
     # views belong to the kernel that reads them, which names the step and its block
     kernels = [[call for call in part if not _is_light(call, uses_of)] for part in parts]
@@ -85,7 +94,7 @@ def partition(model: nn.Module, trace: StepTrace, blocks: Collection[str]) -> Ou
     runs = itertools.groupby(firsts)
     # a step of several kernels, which an in-place write holds together, may be a segment alone
     counts = [len({functions.get(call.index, call.index) for call in part}) for part in kernels]
-    cuts = _first_operators(starts, calls, events)
+    cuts = [*cuts] or _first_operators(starts, calls, events)
     names = _Names(model, uses_of).of(parts)
     return Outline(
         names=tuple(names),

@@ -3,21 +3,35 @@
     a kind           sizes, data types, devices, structure, values that are no tensors, modes
     its branches     one for each path that forwards took; for a budget also plans for larger inputs
 
-A kind that is new starts with the branches of one that differs in sizes alone and has room for it.
+A kind that is new starts with the branches of one that differs in sizes alone and contains it. For
+larger sizes a budget needs a judgement, first of the plans that are known for the same operators;
+without a budget a plan serves sizes up to `SHARED` times as large.
 """
 
+import math
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import nn
 
+from zoo._torch import Operator
 from zoo.engine.kernel_segments import PlannedBranch
 from zoo.invocation import InputSpec, Invocation
 from zoo.tracing.isolated_trace import StepTrace
 
-# a plan serves arguments at most so many times as large as those that it was made for
+# a plan without a budget serves arguments at most so many times as large as those that it was made
+# for
 SHARED = 2.0
+# the forward of a kind before which a budget has a plan of its own chosen for it, if it goes by one
+# for arguments so many times as large that recomputes something
+PAYS, MUCH_LARGER = 4, 2.0
+# how many known plans are looked at for new sizes
+MOST_KNOWN = 4
+# the forwards before a path more may be planned for
+FIRST = 64
+LEAST_RATIO = 1e-9
 
 
 class LastForward(NamedTuple):
@@ -51,7 +65,8 @@ class InputKind:
         took_no_branch: whether the last forward went by none of them; `last_forward` is its trace,
             if it could be traced ahead.
         can_be_planned: whether no planning failed.
-        plannings: how often inputs of this kind were planned for.
+        plannings: how many new paths of inputs of this kind were planned for.
+        forwards: how many began.
     """
 
     spec: InputSpec
@@ -62,11 +77,18 @@ class InputKind:
     last_forward: LastForward | None = None
     can_be_planned: bool = True
     plannings: int = 0
+    forwards: int = 0
 
     @property
     def lacks_branch(self) -> bool:
         """Whether no branch is known that the next forward will probably take."""
         return not self.branches or self.took_no_branch
+
+    def pays(self, spec: InputSpec) -> bool:
+        """Returns whether a plan of their own may be much faster for arguments that come often."""
+        is_shared = self.spec.elements >= MUCH_LARGER * spec.elements
+        recomputes = bool(self.branches) and not self.branches[-1].keeps_all
+        return is_shared and recomputes and self.can_be_planned and self.forwards == PAYS
 
 
 class PlanCache:
@@ -75,15 +97,18 @@ class PlanCache:
     Attributes:
         most_kinds: the number of kinds; the least recently used is dropped first.
         most_waiting: the number of last forwards whose traces keep a process for dry steps.
-        most_plannings: how often arguments that differ in sizes alone are planned for. Forwards may
-            branch, and for sizes that are new each time planning does not pay.
+        most_plannings: how many paths of arguments that differ in sizes alone are planned for,
+            and one more each time the number of forwards has doubled since. Paths that are new each
+            time do not pay.
+        growth: how many times as large arguments a plan serves.
     """
 
     most_kinds = 64
     most_waiting = 2
     most_plannings = 8
 
-    def __init__(self) -> None:
+    def __init__(self, growth: float = SHARED) -> None:
+        self.growth = growth
         # the most recently used last
         self.kinds: dict[InputSpec, InputKind] = {}
 
@@ -99,13 +124,12 @@ class PlanCache:
             kind = InputKind(spec)
             for other in alike:
                 growth = spec.growth_over(other.spec)
-                roomy = [branch for branch in other.branches if growth <= min(branch.room, SHARED)]
+                most = [min(branch.room, self.growth) for branch in other.branches]
+                roomy = [b for b, room in zip(other.branches, most, strict=True) if growth <= room]
                 if roomy:
                     kind = InputKind(other.spec, roomy, fits_autocast=other.fits_autocast)
                     kind.outside = [one for one in other.outside if growth <= one.room]
                     break
-            if alike and not kind.branches and self.plannings(spec) >= self.most_plannings:
-                kind.branches = [*alike[-1].branches]
         self.kinds[spec] = kind
         for oldest in [*self.kinds][: -self.most_kinds]:
             self.kinds.pop(oldest, None)
@@ -121,8 +145,33 @@ class PlanCache:
                 other.last_forward = other.last_forward._replace(trace=trace)
 
     def plannings(self, spec: InputSpec) -> int:
-        """Returns how often arguments that differ from these in sizes alone were planned for."""
+        """Returns how many paths of arguments that differ in sizes alone were planned for."""
         return sum(kind.plannings for kind in self._alike(spec))
+
+    def may_plan(self, spec: InputSpec) -> bool:
+        """Returns whether one more path of arguments like these is planned for."""
+        forwards = sum(kind.forwards for kind in self._alike(spec))
+        more = int(math.log2(max(1, forwards / FIRST)))
+        return self.plannings(spec) < self.most_plannings + more
+
+    def largest(self, spec: InputSpec) -> list[PlannedBranch]:
+        """Returns the branches of the largest arguments that differ in sizes alone."""
+        alike = [kind for kind in self._alike(spec) if kind.branches]
+        return [*max(alike, key=lambda kind: kind.spec.elements).branches] if alike else []
+
+    def known(self, spec: InputSpec, operators: Sequence[Operator]) -> list[PlannedBranch]:
+        """Returns branches of these operators in other sizes, of the nearest larger sizes first."""
+        found: dict[object, PlannedBranch] = {}
+
+        def distance(kind: InputKind) -> tuple[bool, float]:
+            ratio = kind.spec.elements / max(1, spec.elements)
+            return ratio < 1, abs(math.log(max(ratio, LEAST_RATIO)))
+
+        for kind in sorted(self._alike(spec), key=distance):
+            for branch in (*kind.branches[::-1], *kind.outside[::-1]):
+                if [*branch.operators] == [*operators]:
+                    found.setdefault((branch.plan, branch.offloads), branch)
+        return [*found.values()][:MOST_KNOWN]
 
     def _alike(self, spec: InputSpec) -> list[InputKind]:
         # listed first, since other threads may add kinds

@@ -24,7 +24,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import NamedTuple
 
@@ -64,12 +64,13 @@ from zoo.models.model import Model
 from zoo.planner.event_costs import Outline
 from zoo.planner.plan import RoomyPlan
 from zoo.planner.schemes import SegmentsError
-from zoo.policy.decision import TracedStep, plans_for
+from zoo.policy.decision import known_plan_for, plans_for, step_of
 from zoo.policy.goal import Goal
 from zoo.policy.judge import EITHER, INSIDE, OUTSIDE, Sides
-from zoo.policy.training_step import TrainingStep
+from zoo.policy.training_step import CountedStep, TrainingStep
 from zoo.profiling.cast_cache import caches_casts
 from zoo.profiling.isolation import PLANNING
+from zoo.profiling.optimizer_memory import OptimizerBytes
 from zoo.profiling.progress import shown
 from zoo.profiling.tensor_spec import tensors_held_by
 from zoo.tracing.forward_patch import BlockMark, Patch, is_compiled
@@ -81,6 +82,7 @@ from zoo.tracing.isolated_trace import (
     step_trace_of,
 )
 from zoo.tracing.partition import partition, paths_of
+from zoo.tracing.pending_forwards import PendingForwards
 from zoo.tracing.plan_cache import InputKind, LastForward, PlanCache
 from zoo.tracing.switches import check_switches
 from zoo.units import format_bytes
@@ -208,7 +210,10 @@ class PatchedForward(Patch):
                 "all blocks of %s are compiled, and what a compiled block saves is kept: leave the "
                 "blocks that a plan shall recompute uncompiled",
             )
-        self.cache = PlanCache()
+        self.cache = self._new_cache()
+        self.pending = PendingForwards() if goal.is_for_bytes else None
+        # the structure of the arguments for which an optimizer's bytes were counted, and these
+        self.counted: tuple[object, OptimizerBytes | None] = None, None
         offload = goal.offload
         # a copy or a pickle has host memory of its own
         self.host = HostMemory(offload.host_budget) if offload.is_on else None
@@ -223,9 +228,19 @@ class PatchedForward(Patch):
         # has run
         self.leaves_autocast: bool | None = None
 
+    def _new_cache(self) -> PlanCache:
+        return PlanCache(1.0) if self._is_judged else PlanCache()
+
     def __getstate__(self) -> dict[str, object]:
-        fresh = {"cache": PlanCache(), "latest": None, "traced": None, "has_run": False}
-        return super().__getstate__() | fresh | {"leaves_autocast": None}
+        return super().__getstate__() | {
+            "cache": self._new_cache(),
+            "pending": None if self.pending is None else PendingForwards(),
+            "counted": (None, None),
+            "latest": None,
+            "traced": None,
+            "has_run": False,
+            "leaves_autocast": None,
+        }
 
     def install(self) -> None:
         """Installs this, and the marks of the blocks."""
@@ -287,14 +302,39 @@ class PatchedForward(Patch):
             outputs = invocation.on(forward)
             self.has_hidden_gradients = sequence_number() != before
             return outputs
+        pending = None if is_copy else self.pending
+        if pending is not None:
+            self._count_forwards(pending)
         outputs = self._run_planned(invocation, forward, is_copy)
         self.has_run = True
+        if pending is not None:
+            pending.add(tensors_held_by(outputs))
         # a backward inside may follow ones outside; a plan for inside fits both
         if self.leaves_autocast is not False and self.goal.is_bounded and caches_casts():
             self._watch_autocast(outputs)
         if not self.training.holds_outputs:
             self._watch(outputs)
         return outputs
+
+    def _count_forwards(self, pending: PendingForwards) -> None:
+        """Counts forwards that wait for their backward, and plans for as many in the next steps."""
+        running, planned = pending.begin(), self.training.forwards
+        if running > planned:
+            then = "The next ones are planned for as many as it runs, which forwards= says ahead"
+            if not self._is_judged:
+                then = "Plan for as many with forwards= of zoo.plan"
+            self.notices.warn(
+                "forwards",
+                "%s runs %d forwards or more before a backward, and its budget was planned for %d: "
+                "this step may take more. %s",
+                running,
+                planned,
+                then,
+            )
+        if self._is_judged and running == 1 and (found := pending.usual(planned)) != planned:
+            self.training = replace(self.training, forwards=found)
+            self.cache = self._new_cache()
+            _log.info("%s: planned for %d forwards a step", self.notices.name, found)
 
     def _watch_autocast(self, outputs: PyTree) -> None:
         """Has the backward tell whether it runs inside of an autocast, which holds casts then."""
@@ -314,7 +354,7 @@ class PatchedForward(Patch):
             kind.branches, kind.outside = [*kind.outside, *others], []
         if not leaves and (had_left or not all(kind.fits_autocast for kind in kinds)):
             # planned for again, with what the backward holds
-            self.cache = PlanCache()
+            self.cache = self._new_cache()
             self.notices.warn(
                 "autocast",
                 "the backward of %s runs inside of autocast, which holds its casts of weights "
@@ -348,16 +388,13 @@ class PatchedForward(Patch):
     ) -> PyTree:
         spec = self._spec(invocation)
         kind = self.cache.kind_of(spec)
+        kind.forwards += 1
         if kind.lacks_branch:
             module = self.module()
             if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
                 # block by block: this forward gives lazy parameters their sizes
                 return Conductor([], host=self.host).run(lambda: invocation.on(forward))
-        if self._is_to_be_planned(kind, spec):
-            if kind.last_forward is not None:
-                self._plan_last_forward(spec, kind)
-            elif not kind.branches and self._is_planned_ahead():
-                self._plan_first(invocation, kind, forward)
+        self._prepare(invocation, kind, spec, forward)
         if self._is_to_be_planned(kind, spec) and not is_copy:
             return self._trace(invocation, spec, kind)
         if is_copy and not kind.branches:
@@ -405,13 +442,45 @@ class PatchedForward(Patch):
             kind.branches = sorted(kind.branches, key=lambda branch: branch is first)
         self.latest = conductor.branch
         if self.goal.is_bounded and self._is_to_be_planned(kind, spec):
-            # else the next forward is traced, whatever it does
+            self._trace_last(invocation, kind)
+        return outputs
+
+    def _prepare(
+        self,
+        invocation: Invocation,
+        kind: InputKind,
+        spec: InputSpec,
+        forward: Callable[..., PyTree],
+    ) -> None:
+        """Plans for a forward that begins, if it is to be planned for and was traced, or may be."""
+        if self._is_to_be_planned(kind, spec):
+            if kind.last_forward is not None:
+                self._plan_last_forward(spec, kind)
+            elif not kind.branches and self._is_planned_ahead():
+                self._plan_first(invocation, kind, forward)
+        elif self._is_judged and kind.pays(spec):
+            before, kind.branches = kind.branches, []
+            self._plan_first(invocation, kind, forward)
+            kind.branches = kind.branches or before
+        if not (kind.branches or self.cache.may_plan(spec)):
+            kind.branches = self.cache.largest(spec)
+
+    def _trace_last(self, invocation: Invocation, kind: InputKind) -> None:
+        """Traces a forward that took no known path, to be planned for before the next.
+
+        If it takes one on fake tensors, for whose class it may ask, it is traced on real ones. If
+        neither tells its path, the next forward is traced as it runs, whatever it does.
+        """
+        for on_real_tensors in (False, True):
             with contextlib.suppress(ArgumentError):
-                trace = self._trace_ahead(invocation)
+                trace = self._trace_ahead(invocation, on_real_tensors=on_real_tensors)
+                operators, sizes = _operators_of(trace)
+                if fastest_branch(kind.branches, operators, dict(enumerate(sizes))) is not None:
+                    continue
                 # another forward of this kind may never come, so that no data is held for it
                 last = LastForward.of(invocation.without_data(), trace, self.module())
                 self.cache.note_last_forward(kind, last)
-        return outputs
+                return
 
     def _plan_last_forward(self, spec: InputSpec, kind: InputKind) -> None:
         """Plans for the last forward, which went by no known plan."""
@@ -430,7 +499,14 @@ class PatchedForward(Patch):
         is_new = kind.lacks_branch and kind.can_be_planned
         # under a profiler no kernel can be measured
         waits = self.has_run and self.goal.is_bounded and is_profiling()
-        return is_new and not waits and self.cache.plannings(spec) < self.cache.most_plannings
+        # new sizes of a known path are judged whenever they come
+        may_be_known = self._is_judged and not kind.branches
+        return is_new and not waits and (may_be_known or self.cache.may_plan(spec))
+
+    @property
+    def _is_judged(self) -> bool:
+        """Whether a plan is in force only for sizes for which it keeps to a budget."""
+        return self.goal.memory_budget is not None
 
     def _is_trained(self, invocation: Invocation) -> bool:
         own = self.module()
@@ -446,16 +522,15 @@ class PatchedForward(Patch):
         check_switches(self.module())
         self._plan_traced(invocation, self._spec(invocation), self._trace_ahead(invocation))
 
-    def _trace_ahead(self, invocation: Invocation) -> StepTrace:
+    def _trace_ahead(self, invocation: Invocation, *, on_real_tensors: bool = False) -> StepTrace:
         with PLANNING:
-            loss, is_judged = self.training.loss, self.goal.is_bounded
-            trace = functools.partial(step_trace_of, is_judged=is_judged)
-            return without_modes(trace, self.module(), invocation, loss)
+            trace = functools.partial(
+                step_trace_of, is_judged=self.goal.is_bounded, on_real_tensors=on_real_tensors
+            )
+            return without_modes(trace, self.module(), invocation, self.training.loss)
 
     def _plan_traced(self, invocation: Invocation, spec: InputSpec, trace: StepTrace) -> None:
-        calls = trace.events.operators[: trace.events.model_operators]
-        operators = [resolved(call.operator) for call in calls]
-        self.plan_for(TracedForward(invocation, spec, trace, operators))
+        self.plan_for(TracedForward(invocation, spec, trace, _operators_of(trace)[0]))
 
     def _plan_first(
         self, invocation: Invocation, kind: InputKind, forward: Callable[..., PyTree]
@@ -557,27 +632,20 @@ class PatchedForward(Patch):
             self._plan_for(traced)
 
     def _plan_for(self, traced: TracedForward) -> None:
-        invocation, spec, trace, operators = traced
+        _, spec, trace, operators = traced
         self.traced = traced if self.keeps_trace else None
-        kind, count = self.cache.kind_of(spec), self.cache.plannings(spec)
+        kind = self.cache.kind_of(spec)
         # the operators of a loss come after the forward's
         sizes = [call.bytes for call in trace.events.operators[: len(operators)]]
         sizes += [0] * (len(operators) - len(sizes))
-        kind.took_no_branch, kind.plannings = False, kind.plannings + 1
-        if count + 1 == self.cache.most_plannings:
-            self.notices.warn(
-                "plannings",
-                "%s was planned for %d times, as its inputs or its path differ. It is not any more "
-                "for arguments like these: what goes by none of these plans goes block by block",
-                self.cache.most_plannings,
-            )
+        kind.took_no_branch = False
         if fastest_branch(kind.branches, operators, dict(enumerate(sizes))) is not None:
             # another forward took no branch
             return
-        if count:
-            again = "%s: another path or larger inputs, planned again (%d of %d)"
-            _log.info(again, self.notices.name, count + 1, self.cache.most_plannings)
-        outline, plans = without_modes(self._plans_for, invocation, trace)
+        known = self.cache.known(spec, operators) if self._is_judged else []
+        if not (known or self._counts_path(kind, spec)):
+            return
+        outline, plans = without_modes(self._plans_for, traced, known)
         cuts, visits = outline.cuts[: len(outline)], trace.events.visits
         has_backward = trace.events.has_backward
         branches = [
@@ -592,19 +660,69 @@ class PatchedForward(Patch):
         kind.spec, kind.branches = spec, [*kind.branches, *reversed(new)]
         self.latest = branches[0]
 
+    def _counts_path(self, kind: InputKind, spec: InputSpec) -> bool:
+        """Counts a path that is to be planned for; returns whether it is."""
+        most, count = self.cache.most_plannings, self.cache.plannings(spec)
+        if not self.cache.may_plan(spec):
+            kind.branches = kind.branches or self.cache.largest(spec)
+            kind.can_be_planned = bool(kind.branches)
+            return False
+        kind.plannings += 1
+        if count + 1 == most:
+            self.notices.warn(
+                "plannings",
+                "%s was planned for %d times, as its inputs or its path differ. Few more paths of "
+                "arguments like these are planned for: what goes by none of these plans goes block "
+                "by block",
+                most,
+            )
+        if count:
+            again = "%s: another path or larger inputs, planned again (%d of %d)"
+            _log.info(again, self.notices.name, count + 1, most)
+        return True
+
     @torch.enable_grad()
     def _plans_for(
-        self, invocation: Invocation, trace: StepTrace
+        self, traced: TracedForward, known: Sequence[PlannedBranch]
     ) -> tuple[Outline, Sequence[RoomyPlan]]:
+        """Returns the plans of a traced forward: one of its path in other sizes if that serves."""
+        invocation, spec, trace, _ = traced
         module = self.module()
-        outline = partition(module, trace, paths_of(module, self.patterns))
         sides: Sides = OUTSIDE
         if self.goal.is_bounded and self.leaves_autocast is not True and caches_casts():
             sides = EITHER if self.leaves_autocast is None else INSIDE
-        return outline, self._plans(TracedStep(module, outline, invocation.tensors, sides))
+        structure, optimizer = self.counted
+        counted = optimizer if structure == spec.structure else None
 
-    def _plans(self, traced: TracedStep) -> Sequence[RoomyPlan]:
-        return plans_for(self.goal, self.training, traced, has_run=self.has_run)
+        def step_on(outline: Outline) -> CountedStep:
+            return step_of(self.goal, self.training, (module, outline, invocation.tensors), counted)
+
+        cut = functools.partial(partition, module, trace, paths_of(module, self.patterns))
+        if known:
+            cuts = known[0].boundaries
+            alike = [branch for branch in known if branch.boundaries == cuts]
+            of_branches = [RoomyPlan(branch.plan, offloads=branch.offloads) for branch in alike]
+            outline = cut((*cuts,))
+            step = step_on(outline)
+            if (plan := known_plan_for(self.goal, step, sides, of_branches)) is not None:
+                _log.debug("%s: judged for %s", self.notices.name, step.title)
+                return outline, [plan]
+            _log.info("%s: planned again for %s", self.notices.name, step.title)
+        outline = cut()
+        step = step_on(outline)
+        plans = self._plans(step, sides)
+        if self.goal.is_bounded:
+            self.counted = spec.structure, step.optimizer_bytes
+        return outline, plans
+
+    def _plans(self, step: CountedStep, sides: Sides) -> Sequence[RoomyPlan]:
+        return plans_for(self.goal, step, sides, has_run=self.has_run)
+
+
+def _operators_of(trace: StepTrace) -> tuple[list[Operator], list[int]]:
+    """Returns the operators of a traced forward without its loss, and the bytes of each."""
+    calls = trace.events.operators[: trace.events.model_operators]
+    return [resolved(call.operator) for call in calls], [call.bytes for call in calls]
 
 
 def _has_fake_gradients(module: nn.Module) -> bool:
