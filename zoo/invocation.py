@@ -147,8 +147,9 @@ def _modules_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in modules if module is not None]
 
 
-def _weights_of(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    for module in modules:
+def weights_of(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields a model's parameters, shared ones more than once."""
+    for module in _modules_of(model):
         for weight in module._parameters.values():
             if weight is not None:
                 yield weight
@@ -157,13 +158,13 @@ def _weights_of(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
 def _state(model: nn.Module) -> tuple[object, ...]:
     """Lists each parameter's type and whether it is trained, and the mode of each module."""
     modules = _modules_of(model)
-    weights = tuple((weight.dtype, weight.requires_grad) for weight in _weights_of(modules))
+    weights = tuple((weight.dtype, weight.requires_grad) for weight in weights_of(model))
     return weights, tuple(module.training for module in modules)
 
 
 def needs_gradients(model: nn.Module, invocation: Invocation) -> bool:
     """Returns whether a parameter of a model, or a tensor among its inputs, needs a gradient."""
-    trained = any(weight.requires_grad for weight in _weights_of(_modules_of(model)))
+    trained = any(weight.requires_grad for weight in weights_of(model))
     return trained or any(tensor.requires_grad for tensor in invocation.tensors)
 
 

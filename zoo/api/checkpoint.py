@@ -23,7 +23,7 @@ from zoo.tracing.planned_forward import PatchedForward, named_steps, patched_for
 from zoo.tracing.switches import check_switches
 from zoo.units import plural
 
-AnyModule = TypeVar("AnyModule", bound=nn.Module)
+AnyModule = TypeVar("AnyModule", bound=nn.Module | list[nn.Module] | tuple[nn.Module, ...])
 
 
 def checkpoint(
@@ -63,7 +63,8 @@ def checkpoint(
     breaks its budget.
 
     Args:
-        model: any module; its pickle holds the option, too.
+        model: any module; its pickle holds the option, too. Or several, as a list, a tuple or an
+            `nn.ModuleList`, that a step calls in turns: a budget in bytes is that of all together.
         inputs: plans now, for these; under the autocast that the training has, if any.
         steps: names of modules that count as blocks, `["encoder.layers.*"]`.
         optimizer, loss, accumulates, holds_outputs, forwards: as in `zoo.plan`. The optimizer is
@@ -82,6 +83,10 @@ def checkpoint(
         BudgetError: at the first forward, no plan keeps to the budget or to `host_budget`.
         PlanError: a malformed plan; at the first forward, one that does not fit.
     """
+    if isinstance(model, list | tuple | nn.ModuleList):
+        options = {name: value for name, value in locals().items() if name != "model"}
+        _checkpoint_each(model, options)
+        return model
     if checkpoint is None:
         checkpoint = True if memory_budget is None and max_overhead is None else "auto"
     check_module(model, "zoo.checkpoint")
@@ -142,12 +147,32 @@ def checkpoint(
     return model
 
 
+def _checkpoint_each(models: Iterable[nn.Module], options: dict[str, Any]) -> None:
+    """Puts an option in force on several models, or on none of them."""
+    done = list[tuple[nn.Module, PatchedForward | None]]()
+    try:
+        for model in models:
+            earlier = patched_forward(model) if isinstance(model, nn.Module) else None
+            checkpoint(model, **options)
+            done.append((model, earlier))
+    except BaseException:
+        for model, patch in done:
+            uncheckpoint(model)
+            if patch is not None:
+                patch.install()
+        raise
+
+
 def uncheckpoint(model: AnyModule) -> AnyModule:
-    """Takes checkpointing off a model and off all modules in it, and returns it.
+    """Takes checkpointing off a model, or off several, and all modules in it, and returns it.
 
     Raises:
         ArgumentError: it is no module.
     """
+    if isinstance(model, list | tuple):
+        for one in model:
+            uncheckpoint(one)
+        return model
     check_module(model, "zoo.uncheckpoint")
     for module in model.modules():
         if isinstance(patch := vars(module).get("forward"), Patch):

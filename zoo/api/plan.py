@@ -24,7 +24,7 @@ from zoo.policy.goal import (
 )
 from zoo.policy.plan_report import Frontier, PlanReport
 from zoo.policy.training_step import CountedStep, TrainingStep, check_gathered, outputs_held
-from zoo.profiling.optimizer_memory import OptimizerBytes, OptimizerOption, maker_of
+from zoo.profiling.optimizer_memory import OptimizerBytes, OptimizerOption
 from zoo.profiling.progress import shown
 
 
@@ -148,9 +148,9 @@ def planner_for(
     """
     check_step(model, "planning", loss)
     check_gathered(model)
-    if not isinstance(optimizer, OptimizerBytes):
-        maker_of(optimizer, model)
     training, invocation = TrainingStep(optimizer, loss, **options), Invocation.of(inputs)
+    if not isinstance(optimizer, OptimizerBytes):
+        training = training.for_model(model)
     with (
         torch.inference_mode(False),
         torch.enable_grad(),

@@ -167,7 +167,17 @@ class StepPlanner:
 
     def roomy(self, point: Point) -> RoomyPlan:
         """Returns a plan of the model for tensors of any size."""
-        return RoomyPlan(self.step.of_model(point).plan, offloads=frozenset(point.offloads))
+        step, plan = self.step, self.step.of_model(point).plan
+        if self.judge.has_judged(point) and (taken := self.judge.judgement(plan, point.offloads)):
+            between = taken.between_passes
+        else:
+            between = step.simulate(point.plan, step.costs, point.offloads).between
+        return RoomyPlan(
+            plan,
+            offloads=frozenset(point.offloads),
+            takes=point.peak - step.fixed.beside_activations,
+            holds=between + step.inputs_held,
+        )
 
     @property
     def gaps(self) -> str:

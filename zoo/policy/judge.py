@@ -185,5 +185,5 @@ class Judge:
         kept += self.peak_of(at) - step.peak(at.peak, at.held)
         same = fixed.parameters, fixed.buffers, fixed.inputs, fixed.optimizer
         parts = *same, gradients, kept, recomputed, between, work
-        reserve = point.peak - sum(parts) - fixed.libraries
-        return PeakBytes(phase, *parts, reserve, fixed.libraries)
+        beside = fixed.libraries, fixed.others
+        return PeakBytes(phase, *parts, point.peak - sum(parts) - sum(beside), *beside)

@@ -31,6 +31,7 @@ _LABELS = {
     "between": "state between steps",
     "work": "current step",
     "libraries": "workspaces of libraries",
+    "others": "held by others",
 }
 
 
@@ -39,7 +40,7 @@ class FixedBytes:
     """Bytes of a training step that no plan changes.
 
     `scratch`: temporaries of the optimizer; `libraries`: workspaces that libraries such as cuBLAS
-    hold from the first step on.
+    hold from the first step on; `others`: what other planned models hold, and DDP's buckets.
     """
 
     parameters: int
@@ -49,11 +50,13 @@ class FixedBytes:
     optimizer: int
     scratch: int
     libraries: int = 0
+    others: int = 0
 
     @property
     def beside_activations(self) -> int:
         """Bytes resident in forward and backward, without gradients of parameters."""
-        return self.parameters + self.buffers + self.inputs + self.optimizer + self.libraries
+        beside = self.libraries + self.others
+        return self.parameters + self.buffers + self.inputs + self.optimizer + beside
 
     @property
     def optimizer_peak(self) -> int:
@@ -85,6 +88,7 @@ class PeakBytes:
             the optimizer's step its temporaries.
         reserve: what torch holds beside the tensors of a program, such as the gradient of the loss.
         libraries: workspaces that libraries such as cuBLAS hold from the first step on.
+        others: what other planned models of the program hold, and DDP's buckets.
     """
 
     moment: str
@@ -99,13 +103,15 @@ class PeakBytes:
     work: int
     reserve: int
     libraries: int = 0
+    others: int = 0
 
     def by_name(self) -> dict[str, int]:
         """Returns the bytes of each category under a label, in order."""
         sizes = {_LABELS.get(name, name): n for name, n in vars(self).items() if name != "moment"}
-        if not self.libraries:
-            # on most devices no library holds any
-            del sizes[_LABELS["libraries"]]
+        for name in ("libraries", "others"):
+            # in most steps there are none
+            if not getattr(self, name):
+                del sizes[_LABELS[name]]
         return sizes
 
     @property

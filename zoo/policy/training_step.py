@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from zoo.engine.devices import name_of, splits_all_blocks
 from zoo.engine.host_memory import copy_rate
@@ -52,6 +53,7 @@ from zoo.profiling.optimizer_memory import (
     OptimizerBytes,
     OptimizerOption,
     is_optimizer,
+    maker_for,
     maker_of,
     optimizer_bytes,
 )
@@ -80,6 +82,9 @@ class TrainingStep:
         holds_outputs: whether a variable holds the outputs until the backward is over.
         optimizer_in_backward: whether the optimizer steps in the backward.
         forwards: how many forwards of the model run before the backward.
+        others: bytes that other models hold through the step; `buckets`: those of DDP's.
+        foreign: bytes of other parameters that the optimizer holds, some of which may be theirs.
+        after: bytes that other models take at most between this one's forwards and backward.
         device: a device that is not here, for estimates by its peak rates; None for the model's.
     """
 
@@ -89,6 +94,10 @@ class TrainingStep:
     holds_outputs: bool = True
     optimizer_in_backward: bool = False
     forwards: int = 1
+    others: int = 0
+    buckets: int = 0
+    foreign: int = 0
+    after: int = 0
     device: str | None = None
 
     def __post_init__(self) -> None:
@@ -107,17 +116,30 @@ class TrainingStep:
     def for_model(self, model: nn.Module) -> "TrainingStep":
         """Returns the same without the state of an optimizer, which would live as long as a plan.
 
+        Other parameters that the optimizer holds count as `foreign`, with gradients and state.
+
         Raises:
-            ArgumentError: no optimizer, or one of other parameters.
+            ArgumentError: no optimizer, or one of other parameters alone.
         """
         optimizer: Any = self.optimizer
         if optimizer == ASSUMED:
             return self
-        maker_of(optimizer, model)
         if not is_optimizer(optimizer):
+            maker_of(optimizer, model)
             return self
+        own = {id(parameter) for parameter in model.parameters()}
         groups = [{**g, "params": [*g["params"]]} for g in optimizer.param_groups]
-        return replace(self, optimizer=optimizer_like(optimizer, groups))
+        others = [p for group in groups for p in group["params"] if id(p) not in own]
+        if not others or len(others) == sum(len(group["params"]) for group in groups):
+            maker_of(optimizer, model)
+            return replace(self, optimizer=optimizer_like(optimizer, groups))
+        foreign = [{**g, "params": [p for p in g["params"] if id(p) not in own]} for g in groups]
+        trained = [p for p in others if p.requires_grad]
+        make = maker_for(optimizer_like(optimizer, foreign), trained)
+        state = optimizer_bytes(make, trained).state
+        groups = [{**g, "params": [p for p in g["params"] if id(p) in own]} for g in groups]
+        size = sum(p.nbytes * (1 + p.requires_grad) for p in others) + state
+        return replace(self, optimizer=optimizer_like(optimizer, groups), foreign=size)
 
     @property
     def is_assumed(self) -> bool:
@@ -134,12 +156,31 @@ class TrainingStep:
         in_backward = attached_to(model.parameters()) is not None
         return replace(self, optimizer_in_backward=in_backward)
 
+    def in_data_parallel(self, model: nn.Module) -> "TrainingStep":
+        """Returns the step inside of the forward of DistributedDataParallel, if that runs.
+
+        Its buckets are as large as the gradients, and there from the beginning; gradients may be
+        views of them.
+        """
+        around = DistributedDataParallel._active_ddp_module
+        if around is None:
+            return self
+        if around.gradient_as_bucket_view:
+            return replace(self, accumulates=True)
+        return replace(self, buckets=sum(p.nbytes for p in model.parameters() if p.requires_grad))
+
+    @property
+    def beside(self) -> int:
+        """Bytes that others than the model and its inputs hold."""
+        return max(self.others, self.foreign) + self.buckets
+
     @property
     def names(self) -> tuple[str, ...]:
         """The step as text, the same in all processes of a group."""
         parts = self.optimizer, self.loss
         named = (part if isinstance(part, str) else _name(part) for part in parts)
-        return (*named, str(self.accumulates), str(self.holds_outputs), str(self.forwards))
+        numbers = self.forwards, self.others, self.buckets, self.foreign, self.after
+        return (*named, str(self.accumulates), str(self.holds_outputs), *map(str, numbers))
 
 
 def _name(value: object) -> str:
@@ -380,6 +421,7 @@ class CountedStep:
             optimizer=optimizer.state,
             scratch=optimizer.step,
             libraries=profile.held_by_libraries(self.rated, self.kernels),
+            others=self.training.beside,
         )
 
     @computed_once
@@ -455,14 +497,21 @@ class CountedStep:
 
         Each holds `between` bytes until its backward, and all backwards but the first to run find
         gradients of parameters: `backward` is the peak of one. All forwards are taken to be alike.
+        Other models may run before the backward.
         """
         more = self.training.forwards - 1
+        held = between * (more + 1) + self.training.after if self.training.after else 0
         if not more:
-            return during
-        inputs = sum(self.rounding(t.nbytes) for t in self.inputs if not t.requires_grad)
+            return max(during, held)
+        inputs = self.inputs_held
         gradients = self.fixed.gradients * (not self.training.accumulates)
         later = gradients + (during if backward is None else backward)
-        return more * inputs + max(more * between + during, (more - 1) * between + later)
+        return more * inputs + max(more * between + during, (more - 1) * between + later, held)
+
+    @computed_once
+    def inputs_held(self) -> int:
+        """Bytes of the inputs that no earlier forward of a planned model has returned."""
+        return sum(self.rounding(t.nbytes) for t in self.inputs if not t.requires_grad)
 
     def peak(self, during: int, held: int) -> int:
         """Returns the peak of the whole step, from that of activations and gradients `during` it.

@@ -68,7 +68,7 @@ def maker_of(option: Any, model: nn.Module | None = None) -> MakeOptimizer | Non
         ArgumentError: it is none of these, or an optimizer of other parameters.
     """
     if is_optimizer(option) and model is not None:
-        return _like(option, [p for p in model.parameters() if p.requires_grad])
+        return maker_for(option, [p for p in model.parameters() if p.requires_grad])
     if isinstance(option, str) and option.lower() in OPTIMIZERS:
         return OPTIMIZERS[option.lower()]
     if option is None or (callable(option) and not is_optimizer(option)):
@@ -81,7 +81,7 @@ def maker_of(option: Any, model: nn.Module | None = None) -> MakeOptimizer | Non
     )
 
 
-def _like(optimizer: torch.optim.Optimizer, trained: Sequence[Tensor]) -> MakeOptimizer:
+def maker_for(optimizer: torch.optim.Optimizer, trained: Sequence[Tensor]) -> MakeOptimizer:
     """Returns a function that makes optimizers like this one; `trained` gives the positions."""
     positions = {id(parameter): position for position, parameter in enumerate(trained)}
     groups = [

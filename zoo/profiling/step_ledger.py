@@ -46,6 +46,8 @@ class StepLedger(StepMode):
         operator: returns the number of the operator of the forward that runs.
         regenerates: returns whether an operator that runs is one by which autograd regenerates a
             fake view.
+        targets: what the loss makes of nothing and uses with the outputs: in its place a training
+            loop has variables. None outside of the loss.
     """
 
     operator: Callable[[], int]
@@ -57,6 +59,9 @@ class StepLedger(StepMode):
         self._kernels: dict[CallKey | None, int] = dict(numbers.items())
         self._graph.shares_casts = shares_casts
         self._made = 0
+        self.targets: list[Tensor] | None = None
+        # numbers of the storages that the loss has made of nothing
+        self._of_loss: set[int] = set()
         self._attributes: list[object] = []
 
     def note(self, row: Row) -> None:
@@ -144,6 +149,8 @@ class StepLedger(StepMode):
         result = kernel(*args, **kwargs)
         outputs = tensors_in(result)
         self._note_made(outputs)
+        if self.targets is not None:
+            self._note_targets(self.targets, inputs, outputs)
         if self._is_forward:
             for tensor in outputs:
                 self._graph.note_result(tensor)
@@ -157,6 +164,15 @@ class StepLedger(StepMode):
             reads = (*self.numbers_of(inputs),) if self._is_forward else ()
             self.note(Ran(number, operator, thread.replaying, reads))
         return result
+
+    def _note_targets(
+        self, targets: list[Tensor], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> None:
+        used = [tensor for tensor in inputs if self.numbers_of([tensor]) & self._of_loss]
+        if len(used) == len(inputs):
+            self._of_loss |= self.numbers_of(outputs)
+        else:
+            targets += used
 
     def note_returned(self, tensors: Iterable[Tensor]) -> None:
         """Notes what the program holds until the backward is over."""

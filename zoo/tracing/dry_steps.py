@@ -98,11 +98,13 @@ class DrySteps:
             host = HostMemory() if step.offloads else None
             with ledger:
                 outputs = self._forward(step, ledger, casts or contextlib.nullcontext(), host)
+                ledger.targets = []
                 loss = self.loss(outputs)
+            targets, ledger.targets = ledger.targets, None
             tensors = tensors_held_by(outputs)
             # outputs themselves, since a replay takes the original of a tensor that exists; not the
             # graph of the loss, whose saved tensors no hook frees
-            held = [*(tensors if step.holds_outputs else [])]
+            held = [*(tensors if step.holds_outputs else []), *map(detached, targets)]
             held += [] if loss is None else [detached(loss)]
             ledger.note_returned(held)
             roots = roots_of(tensors, loss)

@@ -1,63 +1,174 @@
-"""The forwards of a model whose backward has not begun: what a step's later forwards find.
+"""The forwards whose backward has not begun, of a planned model and of the others beside it.
 
-    forward 1   its outputs' autograd nodes hold a token
+    forward 1   its outputs' autograd nodes hold a token, with the bytes that its graph holds
     forward 2   one token is alive, so that two forwards wait for a backward
     backward    the nodes run, and the tokens are forgotten
     forward 1   none is alive: a step begins
 
-A token dies with the graph, too, where no backward runs.
+A token dies with the graph, too, where no backward runs. Models whose forwards run in turns on one
+thread share what is there: the budget of each counts what the others hold meanwhile.
 """
 
+import itertools
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from zoo.invocation import weights_of
 
 # the steps of which all ran fewer forwards than were planned for, before fewer are
 STEPS = 16
+# what others hold counts in such parts of a budget, and less is noticed by so many of them
+PARTS, MANY = 256, 16
 
 
 class _Waiting:
-    """Held by the autograd nodes of a forward's outputs."""
+    """Held by the autograd nodes of a forward's outputs; `bytes` by its graph."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "bytes")
+
+    def __init__(self, held: int) -> None:
+        self.bytes = held
 
 
 class PendingForwards:
-    """Counts the forwards of each step; those of other threads, too."""
+    """Counts the forwards of each step of a model, and what other models hold meanwhile.
 
-    def __init__(self) -> None:
+    Attributes:
+        budget: of the model, in bytes; 0 for none, such as a share of its own baseline.
+        resident: bytes of the model's parameters and buffers, and of the optimizer's state.
+        after: the least bytes that others can take between its forward and its backward, where
+            their budgets would not be kept else.
+    """
+
+    def __init__(self, model: nn.Module, budget: int) -> None:
+        self.budget = budget
+        self.resident = self.after = 0
+        self._model = weakref.ref(model)
         self._tokens: list[weakref.ref[_Waiting]] = []
-        self._running = 0
+        # forwards of this step, and of those before; the bytes of others likewise
+        self._running = self._held = 0
         self._counts: deque[int] = deque(maxlen=STEPS)
+        self._holdings: deque[int] = deque(maxlen=STEPS)
+        # when its last forward began, and its last step
+        self._began = self._step_began = 0
+        self._thread = threading.get_ident()
+        # whether another one has a part of this model
+        self._shares: weakref.WeakKeyDictionary[PendingForwards, bool]
+        self._shares = weakref.WeakKeyDictionary()
+        if budget:
+            _all.add(self)
 
     def begin(self) -> int:
         """Notes that a forward begins; returns how many wait for a backward, with this one."""
-        self._tokens = [token for token in self._tokens if token() is not None]
-        running = len(self._tokens) + 1
-        if running == 1 and self._running:
+        self._thread = threading.get_ident()
+        running = len(self._waiting()) + 1
+        is_new = running == 1 and self._running
+        if is_new:
             self._counts.append(self._running)
-            self._running = 0
+            self._holdings.append(self._held)
+            self._running = self._held = 0
         self._running = max(self._running, running)
+        self._look()
+        self._began = next(_clock)
+        if running == 1:
+            self._step_began = self._began
         return running
 
-    def add(self, outputs: Iterable[Tensor]) -> None:
-        """Notes the outputs of a forward that is over."""
-        token = _Waiting()
+    def add(self, outputs: Iterable[Tensor], held: int) -> None:
+        """Notes the outputs of a forward that is over, and the bytes that its graph holds."""
+        token = _Waiting(held)
         nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
         for node in nodes:
             node.register_prehook(_Forgetting(self, token))
         if nodes:
             self._tokens.append(weakref.ref(token))
 
+    def forget(self, token: _Waiting) -> None:
+        """Notes that the backward of a forward begins."""
+        self._tokens = [other for other in self._tokens if other() not in (None, token)]
+        self._look()
+
     def usual(self, planned: int) -> int:
         """Returns how many forwards to plan for, where a step begins."""
         most = max(self._counts, default=planned)
         return most if most > planned or len(self._counts) == STEPS else planned
 
-    def _forget(self, token: _Waiting) -> None:
-        self._tokens = [other for other in self._tokens if other() not in (None, token)]
+    def others(self, planned: int) -> int:
+        """Returns the bytes to plan with that others hold in a step, of which it is a part.
+
+        They are rounded up, and stay as `planned` unless they are more, or many less.
+        """
+        part = max(1, self.budget // PARTS)
+        held = -(-max(self._held, *self._holdings, 0) // part) * part
+        return held if not planned - MANY * part <= held <= planned else planned
+
+    def note_planned(self) -> None:
+        """Notes that the model is planned for anew, so that it holds something else."""
+        for other in self._near():
+            other._holdings.clear()
+            other._held = 0
+
+    def ask_others(self, takes: int) -> None:
+        """Has models whose forwards wait leave so many bytes."""
+        waiting = [other for other in self._near() if other.held()]
+        for other in waiting:
+            between = sum(one.held() for one in waiting if one._began > other._began)
+            less = max(0, other.budget - self.budget)
+            other.after = max(other.after, between + takes + less)
+
+    def held(self) -> int:
+        """Returns the bytes that forwards hold which wait for their backward."""
+        return sum(token.bytes for token in self._waiting())
+
+    def _waiting(self) -> list[_Waiting]:
+        alive = [token for reference in self._tokens if (token := reference()) is not None]
+        self._tokens = [*map(weakref.ref, alive)]
+        return alive
+
+    def _beside(self) -> "list[PendingForwards]":
+        """Returns the other models that have run on this thread since the last step began.
+
+        In the first step these are those whose forwards wait.
+        """
+        return [
+            other
+            for other in self._near()
+            if other._began > self._step_began and (self._step_began or other._waiting())
+        ]
+
+    def _near(self) -> "list[PendingForwards]":
+        """Returns those of other models, and of no part of this one, that run on this thread."""
+        others = [other for other in [*_all] if other is not self]
+        return [o for o in others if o._thread == self._thread and not self._is_part_of(o)]
+
+    def _is_part_of(self, other: "PendingForwards") -> bool:
+        if other not in self._shares:
+            own, its = self._weights(), other._weights()
+            self._shares[other] = not {*map(id, own)}.isdisjoint(map(id, its))
+        return self._shares[other]
+
+    def _weights(self) -> list[nn.Parameter]:
+        model = self._model()
+        return [] if model is None else [*weights_of(model)]
+
+    def _look(self) -> None:
+        """Notes what others hold now, and by how much the least of the budgets is less."""
+        if not self.budget or not (beside := self._beside()):
+            return
+        gradients = (p.grad for other in beside for p in other._weights())
+        held = sum(other.resident + other.held() for other in beside)
+        held += sum(gradient.nbytes for gradient in gradients if gradient is not None)
+        held += max(0, self.budget - min(other.budget for other in beside))
+        self._held = max(self._held, held)
+
+
+# of all planned models with a budget
+_all: "weakref.WeakSet[PendingForwards]" = weakref.WeakSet()
+_clock = itertools.count(1)
 
 
 class _Forgetting:
@@ -69,4 +180,4 @@ class _Forgetting:
         self.pending, self.token = pending, token
 
     def __call__(self, _: object) -> None:
-        self.pending._forget(self.token)
+        self.pending.forget(self.token)

@@ -211,7 +211,8 @@ class PatchedForward(Patch):
                 "blocks that a plan shall recompute uncompiled",
             )
         self.cache = self._new_cache()
-        self.pending = PendingForwards() if goal.is_for_bytes else None
+        # of a budget in bytes; a copy has its own
+        self.pending: PendingForwards | None = None
         # the structure of the arguments for which an optimizer's bytes were counted, and these
         self.counted: tuple[object, OptimizerBytes | None] = None, None
         offload = goal.offload
@@ -234,7 +235,7 @@ class PatchedForward(Patch):
     def __getstate__(self) -> dict[str, object]:
         return super().__getstate__() | {
             "cache": self._new_cache(),
-            "pending": None if self.pending is None else PendingForwards(),
+            "pending": None,
             "counted": (None, None),
             "latest": None,
             "traced": None,
@@ -302,13 +303,14 @@ class PatchedForward(Patch):
             outputs = invocation.on(forward)
             self.has_hidden_gradients = sequence_number() != before
             return outputs
-        pending = None if is_copy else self.pending
+        pending = None if is_copy else self._pending()
         if pending is not None:
-            self._count_forwards(pending)
+            self._look_around(pending)
         outputs = self._run_planned(invocation, forward, is_copy)
         self.has_run = True
         if pending is not None:
-            pending.add(tensors_held_by(outputs))
+            held = 0 if self.latest is None else self.latest.holds
+            pending.add(tensors_held_by(outputs), held)
         # a backward inside may follow ones outside; a plan for inside fits both
         if self.leaves_autocast is not False and self.goal.is_bounded and caches_casts():
             self._watch_autocast(outputs)
@@ -316,10 +318,17 @@ class PatchedForward(Patch):
             self._watch(outputs)
         return outputs
 
-    def _count_forwards(self, pending: PendingForwards) -> None:
-        """Counts forwards that wait for their backward, and plans for as many in the next steps."""
-        running, planned = pending.begin(), self.training.forwards
-        if running > planned:
+    def _pending(self) -> PendingForwards | None:
+        if self.pending is None and self.goal.is_for_bytes:
+            budget = self.goal.memory_budget
+            in_bytes = budget if isinstance(budget, int) else 0
+            self.pending = PendingForwards(self.module(), in_bytes)
+        return self.pending
+
+    def _look_around(self, pending: PendingForwards) -> None:
+        """Looks at what else a step holds when a forward begins; plans anew if that has changed."""
+        running, training = pending.begin(), self.training
+        if running > training.forwards:
             then = "The next ones are planned for as many as it runs, which forwards= says ahead"
             if not self._is_judged:
                 then = "Plan for as many with forwards= of zoo.plan"
@@ -328,13 +337,20 @@ class PatchedForward(Patch):
                 "%s runs %d forwards or more before a backward, and its budget was planned for %d: "
                 "this step may take more. %s",
                 running,
-                planned,
+                training.forwards,
                 then,
             )
-        if self._is_judged and running == 1 and (found := pending.usual(planned)) != planned:
-            self.training = replace(self.training, forwards=found)
-            self.cache = self._new_cache()
-            _log.info("%s: planned for %d forwards a step", self.notices.name, found)
+        if not self._is_judged or running > 1:
+            return
+        found = replace(training, forwards=pending.usual(training.forwards), after=pending.after)
+        if pending.budget:
+            found = replace(found, others=pending.others(training.others))
+        found = found.in_data_parallel(self.module())
+        if found != training:
+            self.training, self.cache = found, self._new_cache()
+            pending.note_planned()
+            if self.has_run:
+                _log.info("%s: planned again, as its steps hold something else", self.notices.name)
 
     def _watch_autocast(self, outputs: PyTree) -> None:
         """Has the backward tell whether it runs inside of an autocast, which holds casts then."""
@@ -649,8 +665,18 @@ class PatchedForward(Patch):
         cuts, visits = outline.cuts[: len(outline)], trace.events.visits
         has_backward = trace.events.has_backward
         branches = [
-            PlannedBranch(operators, cuts, plan, visits, sizes, room, offloads, has_backward)
-            for plan, room, offloads, _ in plans
+            PlannedBranch(
+                operators,
+                cuts,
+                one.plan,
+                visits,
+                sizes,
+                one.room,
+                one.offloads,
+                has_backward,
+                one.holds,
+            )
+            for one in plans
         ]
         pairs = [*zip(branches, plans, strict=True)]
         fitting = [branch for branch, plan in pairs if not plan.leaves_autocast]
@@ -710,13 +736,17 @@ class PatchedForward(Patch):
             _log.info("%s: planned again for %s", self.notices.name, step.title)
         outline = cut()
         step = step_on(outline)
-        plans = self._plans(step, sides)
+        # what others hold may be less in the next step
+        may_break = self.has_run or self.training.others > 0
+        plans = plans_for(self.goal, step, sides, has_run=may_break)
         if self.goal.is_bounded:
             self.counted = spec.structure, step.optimizer_bytes
+        if self.pending is not None and self.pending.budget:
+            fixed, takes = step.fixed, plans[0].takes
+            self.pending.resident = fixed.parameters + fixed.buffers + fixed.optimizer
+            if fixed.beside_activations + takes > self.pending.budget:
+                self.pending.ask_others(takes)
         return outline, plans
-
-    def _plans(self, step: CountedStep, sides: Sides) -> Sequence[RoomyPlan]:
-        return plans_for(self.goal, step, sides, has_run=self.has_run)
 
 
 def _operators_of(trace: StepTrace) -> tuple[list[Operator], list[int]]:
