@@ -94,7 +94,7 @@ mutants: .venv/.installed
 
 # tests that need no extras, on the oldest and on the newest torch that setup.cfg admits, with what
 # `pip install .` brings and nothing else; then the device's, whose programs use NumPy and hypothesis
-BARE ?= tests/policy/test_options.py tests/tracing/test_exact.py \
+BARE ?= tests/policy/test_decision.py tests/tracing/test_exact.py \
 	tests/tracing/test_engines.py tests/tracing/test_graphs_in_front.py tests/profiling tests/models \
 	tests/cuda_graphs/test_emulated_captures.py
 oldest newest: %: .venv-%/.installed

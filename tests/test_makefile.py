@@ -64,3 +64,11 @@ def test_what_ci_calls_is_there_and_one_part_runs_as_on_another_processor(checko
     files = re.findall(r"\b(?:tests/)?\w+(?:/\w+)*\.py\b", shown[called.index("test-avx2")])
     assert files
     assert all((ROOT / name).exists() for name in files)
+
+
+def test_tests_that_a_target_names_are_there() -> None:
+    named = re.findall(
+        r"\b(?:tests|benchmarks|docs)/[\w/]+(?:\.py)?", (ROOT / "Makefile").read_text()
+    )
+    assert len(named) > 10
+    assert [path for path in named if not (ROOT / path).exists()] == []
