@@ -1,20 +1,22 @@
 """What the tests of graphs share: models with their inputs, and a trace of a forward."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
-import monai.networks.nets
-import timm
 import torch
 import torch.nn.functional as F
-import torchvision
-import transformers
 from torch import Tensor, nn
 
 from tests.tracing.models import Net, UNet
 from zoo.invocation import Invocation
 from zoo.planner.step_events import Call, StepEvents
 from zoo.profiling.step_recorder import StepRecorder
+
+
+def library(name: str) -> Any:
+    """Imports a library for the models that are its own: others are tested without it, too."""
+    return importlib.import_module(name)
 
 
 def traced(model: nn.Module, invocation: Invocation) -> StepEvents:
@@ -147,11 +149,9 @@ def _named(model: Callable[[], nn.Module], **extra: Any) -> tuple[Any, Any]:
 
 
 def _gpt2() -> nn.Module:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            n_layer=2, n_embd=16, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0
-        )
-    )
+    gpt2 = library("transformers")
+    settings = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 50}
+    return gpt2.GPT2LMHeadModel(gpt2.GPT2Config(**settings, bos_token_id=0, eos_token_id=0))
 
 
 _SMALL: Any = {
@@ -161,12 +161,13 @@ _SMALL: Any = {
 
 
 def _llama() -> nn.Module:
-    config = transformers.LlamaConfig(**_SMALL, num_key_value_heads=1)
-    return transformers.LlamaForCausalLM(config)
+    llama = library("transformers")
+    return llama.LlamaForCausalLM(llama.LlamaConfig(**_SMALL, num_key_value_heads=1))
 
 
 def _bert() -> nn.Module:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**_SMALL))
+    bert = library("transformers")
+    return bert.BertForMaskedLM(bert.BertConfig(**_SMALL))
 
 
 def _pictures(*shape: int) -> Callable[[], Invocation]:
@@ -176,13 +177,15 @@ def _pictures(*shape: int) -> Callable[[], Invocation]:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Invocation]]] = {
     "net": (Net, _pictures(4, 4, 6, 6)),
     "unet": (UNet, lambda: Invocation((torch.randn(2, 4, 16, 16), torch.rand(2, 1, 1, 1)))),
-    "resnet": (torchvision.models.resnet18, _pictures(2, 3, 32, 32)),
+    "resnet": (lambda: library("torchvision").models.resnet18(), _pictures(2, 3, 32, 32)),
     "densenet": (
-        lambda: torchvision.models.DenseNet(8, (2, 2), 8),
+        lambda: library("torchvision").models.DenseNet(8, (2, 2), 8),
         _pictures(2, 3, 32, 32),
     ),
     "vit": (
-        lambda: timm.create_model("vit_tiny_patch16_224", depth=2, drop_rate=0.1, img_size=32),
+        lambda: library("timm").create_model(
+            "vit_tiny_patch16_224", depth=2, drop_rate=0.1, img_size=32
+        ),
         _pictures(2, 3, 32, 32),
     ),
     "gpt2": _named(_gpt2),
@@ -190,7 +193,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Invocation]]] = {
     "bert": _named(_bert, attention_mask=torch.ones(2, 8, dtype=torch.long)),
     "bert with a mask": _named(_bert, attention_mask=torch.arange(16).view(2, 8).clamp(max=1)),
     "monai": (
-        lambda: monai.networks.nets.UNet(2, 1, 2, (4, 8, 16), (2, 2), num_res_units=1),
+        lambda: library("monai.networks.nets").UNet(2, 1, 2, (4, 8, 16), (2, 2), num_res_units=1),
         _pictures(1, 1, 16, 16),
     ),
     "lstm": (lambda: nn.LSTM(6, 8, 2, dropout=0.2), _pictures(5, 2, 6)),
