@@ -177,7 +177,10 @@ def _pictures(*shape: int) -> Callable[[], Invocation]:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Invocation]]] = {
     "net": (Net, _pictures(4, 4, 6, 6)),
     "unet": (UNet, lambda: Invocation((torch.randn(2, 4, 16, 16), torch.rand(2, 1, 1, 1)))),
-    "resnet": (lambda: library("torchvision").models.resnet18(), _pictures(2, 3, 32, 32)),
+    "resnet": (
+        lambda: library("torchvision").models.resnet18(weights=None),
+        _pictures(2, 3, 32, 32),
+    ),
     "densenet": (
         lambda: library("torchvision").models.DenseNet(8, (2, 2), 8),
         _pictures(2, 3, 32, 32),

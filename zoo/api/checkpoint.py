@@ -56,11 +56,15 @@ def checkpoint(
     ahead, on fake tensors in a forked process. Otherwise the first training forward runs block by
     block and is traced, and the plan holds from the next one on.
 
-    A plan serves inputs of its size, smaller ones, and those up to twice as large; others are
-    planned for when they come, up to 8 times for arguments that differ in sizes alone. A training
-    that has begun goes on, with a warning: by the plan of the least peak where none keeps to the
-    budget, and block by block where none is known. A report is refused for inputs by which it
-    breaks its budget.
+    A plan serves inputs of its size and smaller ones; without a budget also those up to twice as
+    large. For larger ones a budget has the plans that it knows judged, and plans anew where none
+    keeps to it or is fast. Of forwards that take several paths 8 are planned for, and later few
+    more. A training that has begun goes on, with a warning: by the plan of the least peak where
+    none keeps to the budget, and block by block where none is known. A report is refused for inputs
+    by which it breaks its budget.
+
+    A budget in bytes counts what other models with a budget hold that run in the same step, and
+    buckets of DistributedDataParallel; by the third step they keep to it together.
 
     Args:
         model: any module; its pickle holds the option, too. Or several, as a list, a tuple or an

@@ -7,7 +7,8 @@ kernels (`engine.kernel_segments`), by a plan for the operators that were traced
     first forward with gradients   traced while it runs block by block, then planned
     every later one                by the plan, as long as the operators are the same
     other operators, or more       by another known plan that fits, else block by block; traced for
-      bytes than a budget allows     the next such forward, unless that did not pay 8 times
+      bytes than a budget allows     the next such forward, unless many paths were
+    larger arguments, a budget     by a known plan, if a dry step keeps to the budget; else planned
     parameters without a size      block by block; the next forward counts as the first
     the planning fails             an error in the first step; later block by block, with a warning
     no plan keeps to the budget    an error in the first step; later the plan of the least peak
