@@ -19,14 +19,13 @@ def tracing_once(known: Traces, name_of: Callable[[nn.Module], Any]) -> Callable
         given: Invocation,
         loss: Any = None,
         blocks: Sequence[str] = (),
-        *,
-        is_judged: bool = False,
+        **options: bool,
     ) -> StepTrace:
         # the last of the structure is an optimizer in the backward, of which a trace knows nothing
         structure, sizes = InputSpec.of(given, model)
-        key = name_of(model), structure[:-1], sizes, loss, tuple(blocks), is_judged
+        key = name_of(model), structure[:-1], sizes, loss, tuple(blocks), (*options.items(),)
         if key not in known:
-            known[key] = model, step_trace_of(model, given, loss, blocks, is_judged=is_judged)
+            known[key] = model, step_trace_of(model, given, loss, blocks, **options)
         return known[key][1]
 
     return trace_of
