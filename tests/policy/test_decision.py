@@ -387,6 +387,7 @@ class Alternating(nn.Module):
         return x
 
 
+@needs_numpy
 def test_a_budget_that_no_dry_step_judged_says_so(caplog: pytest.LogCaptureFixture) -> None:
     decision._warn_of_costs.cache_clear()
     model = put_in_force(Alternating(), memory_budget="1GiB", optimizer="sgd")

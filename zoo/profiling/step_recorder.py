@@ -255,7 +255,9 @@ class StepRecorder(StepMode):
         if self.is_of_kept_graph(func):
             return args[0]
         kwargs = kwargs or {}
-        running = self._guarded(self._before, func, args, kwargs, sys._getframe(1))
+        # a thread of autograd has none around this
+        frame = sys._getframe().f_back or sys._getframe()
+        running = self._guarded(self._before, func, args, kwargs, frame)
         kernel = kernel_now(func, args, kwargs)
         result = kernel(*args, **kwargs)
         if running is not None:
