@@ -16,7 +16,7 @@ from zoo.planner.plan import Plan, RoomyPlan
 from zoo.policy import proposals
 from zoo.profiling.peak_memory import measure_step
 from zoo.tracing import planned_forward
-from zoo.tracing.plan_cache import PAYS
+from zoo.tracing.plan_cache import EAGER, PAYS
 
 MIB = 2**20
 
@@ -162,21 +162,35 @@ def test_a_number_in_a_message_and_a_question_for_a_class_decide_nothing(
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
+class Loops(nn.Module):
+    """Runs a layer as often as an attribute says, as a roll-out that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.depth = nn.Linear(8, 8), 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.depth):
+            x = self.layer(x).sin()
+        return x.square().mean()
+
+
+def test_paths_that_never_come_again_cost_few_plans(traces: list[int]) -> None:
+    model, x = zoo.checkpoint(Loops(), memory_budget="8MiB", optimizer="none"), torch.rand(4, 8)
+    for model.depth in range(1, 20):
+        model(x).backward()
+    assert len(traces) == EAGER
+    for model.depth in (12, 12):
+        model(x).backward()
+    assert len(traces) == EAGER + 1, "one that comes again"
+    model(x).backward()
+    assert zoo.plan_of(model) is not None
+
+
 def test_a_path_that_comes_late_is_planned_for_in_long_trainings(
     monkeypatch: pytest.MonkeyPatch, traces: list[int]
 ) -> None:
     """Many paths that came once do not use up for good what may be planned for."""
-
-    class Loops(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.depth = nn.Linear(8, 8), 1
-
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(self.depth):
-                x = self.layer(x).sin()
-            return x.square().mean()
-
     monkeypatch.setattr("zoo.tracing.plan_cache.FIRST", 4)
     monkeypatch.setattr("zoo.tracing.plan_cache.PlanCache.most_plannings", 2)
     model, x = zoo.checkpoint(Loops(), memory_budget="8MiB", optimizer="none"), torch.rand(4, 8)

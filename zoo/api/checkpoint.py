@@ -58,7 +58,7 @@ def checkpoint(
 
     A plan serves inputs of its size and smaller ones; without a budget also those up to twice as
     large. For larger ones a budget has the plans that it knows judged, and plans anew where none
-    keeps to it or is fast. Of forwards that take several paths 8 are planned for, and later few
+    keeps to it or is fast. Of forwards that take several paths 4 are planned for, and later few
     more. A training that has begun goes on, with a warning: by the plan of the least peak where
     none keeps to the budget, and block by block where none is known. A report is refused for inputs
     by which it breaks its budget.

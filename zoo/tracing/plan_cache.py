@@ -31,6 +31,9 @@ PAYS, MUCH_LARGER = 4, 2.0
 MOST_KNOWN = 4
 # the forwards before a path more may be planned for
 FIRST = 64
+# the most paths that a budget is planned for at first, and those of them that need not come again
+MOST_PATHS, EAGER = 4, 3
+MOST_TRAILS = 1024
 LEAST_RATIO = 1e-9
 
 
@@ -66,6 +69,7 @@ class InputKind:
             if it could be traced ahead.
         can_be_planned: whether no planning failed.
         plannings: how many new paths of inputs of this kind were planned for.
+        trails: numbers of paths that forwards took and that no branch has.
         forwards: how many began.
     """
 
@@ -77,12 +81,20 @@ class InputKind:
     last_forward: LastForward | None = None
     can_be_planned: bool = True
     plannings: int = 0
+    trails: set[int] = field(default_factory=set)
     forwards: int = 0
 
     @property
     def lacks_branch(self) -> bool:
         """Whether no branch is known that the next forward will probably take."""
         return not self.branches or self.took_no_branch
+
+    def comes_again(self, trail: int) -> bool:
+        """Notes a path that no branch has; returns whether it was noted before."""
+        is_known = trail in self.trails
+        if len(self.trails) < MOST_TRAILS:
+            self.trails.add(trail)
+        return is_known
 
     def pays(self, spec: InputSpec) -> bool:
         """Returns whether a plan of their own may be much faster for arguments that come often."""
@@ -152,7 +164,12 @@ class PlanCache:
         """Returns whether one more path of arguments like these is planned for."""
         forwards = sum(kind.forwards for kind in self._alike(spec))
         more = int(math.log2(max(1, forwards / FIRST)))
-        return self.plannings(spec) < self.most_plannings + more
+        return self.plannings(spec) < self.most + more
+
+    @property
+    def most(self) -> int:
+        """How many paths are planned for at first: fewer where each is searched for."""
+        return self.most_plannings if self.growth > 1 else min(self.most_plannings, MOST_PATHS)
 
     def largest(self, spec: InputSpec) -> list[PlannedBranch]:
         """Returns the branches of the largest arguments that differ in sizes alone."""

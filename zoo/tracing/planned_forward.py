@@ -84,7 +84,7 @@ from zoo.tracing.isolated_trace import (
 )
 from zoo.tracing.partition import partition, paths_of
 from zoo.tracing.pending_forwards import PendingForwards
-from zoo.tracing.plan_cache import InputKind, LastForward, PlanCache
+from zoo.tracing.plan_cache import EAGER, InputKind, LastForward, PlanCache
 from zoo.tracing.switches import check_switches
 from zoo.units import format_bytes
 
@@ -459,7 +459,11 @@ class PatchedForward(Patch):
             kind.branches = sorted(kind.branches, key=lambda branch: branch is first)
         self.latest = conductor.branch
         if self.goal.is_bounded and self._is_to_be_planned(kind, spec):
-            self._trace_last(invocation, kind)
+            comes_again = kind.comes_again(conductor.trail) or conductor.outgrown
+            if comes_again or self.cache.plannings(spec) < EAGER:
+                self._trace_last(invocation, kind)
+            else:
+                kind.took_no_branch = False
         return outputs
 
     def _prepare(
@@ -689,7 +693,7 @@ class PatchedForward(Patch):
 
     def _counts_path(self, kind: InputKind, spec: InputSpec) -> bool:
         """Counts a path that is to be planned for; returns whether it is."""
-        most, count = self.cache.most_plannings, self.cache.plannings(spec)
+        most, count = self.cache.most, self.cache.plannings(spec)
         if not self.cache.may_plan(spec):
             kind.branches = kind.branches or self.cache.largest(spec)
             kind.can_be_planned = bool(kind.branches)
