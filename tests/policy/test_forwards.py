@@ -12,6 +12,7 @@ import zoo
 from tests.training import assert_same, everything
 from zoo.errors import ArgumentError, BudgetError
 from zoo.profiling.peak_memory import measure_step
+from zoo.tracing import planned_forward
 from zoo.tracing.pending_forwards import STEPS, PendingForwards
 from zoo.tracing.planned_forward import patched_forward
 
@@ -142,12 +143,12 @@ def test_fewer_forwards_are_planned_for_when_no_step_has_run_more_for_long() -> 
 
 
 def test_a_forward_whose_graph_is_gone_or_was_run_does_not_wait() -> None:
-    pending, x = PendingForwards(), torch.rand(3, requires_grad=True)
+    pending, x = PendingForwards(nn.Linear(1, 1), 0), torch.rand(3, requires_grad=True)
 
     def forward() -> Tensor:
         counts.append(pending.begin())
         y = x.exp()
-        pending.add([y])
+        pending.add([y], 0)
         return y
 
     counts: list[int] = []
@@ -158,7 +159,7 @@ def test_a_forward_whose_graph_is_gone_or_was_run_does_not_wait() -> None:
     (second + third).sum().backward()
     forward()
     with torch.no_grad():
-        pending.add([x.exp()])
+        pending.add([x.exp()], 0)
     forward()
     assert counts == [1, 2, 2, 1, 1]
 
@@ -179,3 +180,56 @@ def test_forwards_is_a_whole_number(forwards: object) -> None:
         zoo.checkpoint(perceptrons(), memory_budget=0.5, forwards=forwards)
     with pytest.raises(ArgumentError, match="forwards"):
         zoo.checkpoint(perceptrons(), True, forwards=2)
+
+
+def test_a_forward_more_from_time_to_time_is_planned_for_and_stays_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    traces, original = [], planned_forward.step_trace_of
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        traces.append(len(traces))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(planned_forward, "step_trace_of", counted)
+    plain = perceptrons()
+    step("siamese", plain, 2)
+    budget = int(0.6 * peak_of("siamese", plain, 2))
+    model = zoo.checkpoint(perceptrons(), memory_budget=budget, optimizer="none")
+    for number in range(5 * (STEPS + 4)):
+        step("siamese", model, 1 if number % (STEPS + 4) else 2)
+    assert len(traces) <= 4
+    assert peak_of("siamese", model, 2) <= budget
+
+
+def test_each_number_of_forwards_that_is_new_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = zoo.checkpoint(perceptrons(), memory_budget="64MiB", optimizer="none")
+    for count in (2, 2, 4, 4):
+        step("roll-out", model, count)
+    said = [text for text in caplog.messages if "forwards or more before a backward" in text]
+    assert ["planned for 1" in said[0], "planned for 2" in said[1]] == [True, True]
+    assert len(said) == 2
+
+
+def test_a_loop_that_keeps_a_graph_from_step_to_step_keeps_to_the_budget() -> None:
+    """As a pipelined one, whose backward comes after the next forward."""
+
+    def steps(model: nn.Module, count: int) -> None:
+        for _ in range(count):
+            model.zero_grad()
+            loss = model(X).square().mean()
+            if waiting:
+                waiting.pop().backward()
+            waiting.append(loss)
+
+    def peak(model: nn.Module) -> int:
+        return measure_step(lambda: steps(model, 1), model, None, [X]).peak
+
+    waiting: list[Tensor] = []
+    plain = perceptrons()
+    steps(plain, 2)
+    budget = int(0.7 * peak(plain))
+    waiting.clear()
+    model = zoo.checkpoint(perceptrons(), memory_budget=budget, optimizer="none")
+    steps(model, STEPS + 4)
+    assert peak(model) <= budget

@@ -212,3 +212,71 @@ def test_buckets_of_gradients_count(is_planned_first: bool, is_view: bool) -> No
     for share in (0.9, 0.7):
         taken, asked = steps(share)
         assert taken <= asked
+
+
+def tied() -> nn.ModuleList:
+    first, second = perceptrons(seed=0), perceptrons(seed=1)
+    second[0][0].weight = first[0][0].weight
+    return nn.ModuleList([first, second])
+
+
+class Outer(nn.Module):
+    """A model with a part that a loop also calls by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.rest = perceptrons(seed=0), perceptrons(seed=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(self.inner(x))
+
+
+def outer_and_inner() -> nn.ModuleList:
+    outer = Outer()
+    return nn.ModuleList([outer, outer.inner])
+
+
+@pytest.mark.parametrize("build", [tied, outer_and_inner])
+def test_models_with_common_parameters_keep_to_the_budget_together(
+    build: Callable[[], nn.ModuleList],
+) -> None:
+    def step(models: nn.ModuleList) -> None:
+        models.zero_grad()
+        (models[0](X).square().mean() + models[1](X).square().mean()).backward()
+
+    def peak(models: nn.ModuleList) -> int:
+        return measure_step(lambda: step(models), models, None, [X]).peak
+
+    plain, planned = build(), build()
+    step(plain)
+    budget = int(0.7 * peak(plain))
+    for model in planned:
+        zoo.checkpoint(model, memory_budget=budget, optimizer="none", accumulates=True)
+    for _ in range(3):
+        step(planned)
+    assert peak(planned) <= budget
+    step(plain)
+    assert_same(everything(planned), everything(plain))
+
+
+def test_a_model_of_a_list_that_is_not_trained_counts() -> None:
+    teacher, student = perceptrons(12).requires_grad_(False), perceptrons()
+    models = nn.ModuleList([teacher, student])
+
+    def step() -> None:
+        student.zero_grad()
+        with torch.no_grad():
+            wanted = teacher(X)
+        (student(X) - wanted).square().mean().backward()
+
+    step()
+    budget = int(0.85 * measure_step(step, models, None, [X]).peak)
+    zoo.checkpoint(models, memory_budget=budget, optimizer="none", accumulates=True)
+    for _ in range(2):
+        step()
+    assert measure_step(step, models, None, [X]).peak <= budget
+
+
+def test_an_empty_list_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="list without models"):
+        zoo.checkpoint([], memory_budget="8MiB")

@@ -1,7 +1,7 @@
 """`zoo.checkpoint`, `zoo.uncheckpoint`, `zoo.chain_of` and `zoo.plan_of`, for any module."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -89,7 +89,7 @@ def checkpoint(
     """
     if isinstance(model, list | tuple | nn.ModuleList):
         options = {name: value for name, value in locals().items() if name != "model"}
-        _checkpoint_each(model, options)
+        _checkpoint_each([*model], options)
         return model
     if checkpoint is None:
         checkpoint = True if memory_budget is None and max_overhead is None else "auto"
@@ -151,8 +151,14 @@ def checkpoint(
     return model
 
 
-def _checkpoint_each(models: Iterable[nn.Module], options: dict[str, Any]) -> None:
-    """Puts an option in force on several models, or on none of them."""
+def _checkpoint_each(models: Sequence[nn.Module], options: dict[str, Any]) -> None:
+    """Puts an option in force on several models, or on none of them.
+
+    The budget of each counts the weights and buffers of the others, also of those that no step
+    trains.
+    """
+    if not models:
+        raise ArgumentError("zoo.checkpoint got a list without models; put those of a step in it")
     done = list[tuple[nn.Module, PatchedForward | None]]()
     try:
         for model in models:
@@ -165,6 +171,15 @@ def _checkpoint_each(models: Iterable[nn.Module], options: dict[str, Any]) -> No
             if patch is not None:
                 patch.install()
         raise
+    sizes = {
+        model: sum(t.nbytes for t in (*model.parameters(), *model.buffers())) for model, _ in done
+    }
+    for model, size in sizes.items():
+        patch = patched_forward(model)
+        if patch is not None and isinstance(patch.goal.memory_budget, int):
+            others = sum(sizes.values()) - size
+            foreign = max(patch.training.foreign, others)
+            patch.training = replace(patch.training, foreign=foreign)
 
 
 def uncheckpoint(model: AnyModule) -> AnyModule:

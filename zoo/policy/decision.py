@@ -236,8 +236,14 @@ def _budget_plans(goal: Goal, planner: StepPlanner, has_run: bool) -> Sequence[R
         chosen = planner.chosen(budget, goal.max_overhead, sides[:1])
     except BudgetError as error:
         if has_run:
-            what = "%s goes by the plan of the least peak, which breaks its budget: %s"
-            _log.warning(what, name, error)
+            beside = ""
+            if step.training.others:
+                beside = (
+                    " beside what other models hold in this step, which are planned anew for the "
+                    "next ones"
+                )
+            what = "%s goes by the plan of the least peak, which breaks its budget%s: %s"
+            _log.warning(what, name, beside, error)
             lowest = planner.lowest()
             leaves = len(sides) > 1 and not planner.judge.has_judged(lowest)
             return [planner.roomy(lowest)._replace(leaves_autocast=leaves)]

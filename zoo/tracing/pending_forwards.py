@@ -53,12 +53,18 @@ class PendingForwards:
         self._running = self._held = 0
         self._counts: deque[int] = deque(maxlen=STEPS)
         self._holdings: deque[int] = deque(maxlen=STEPS)
+        # how many waited when each of the last forwards began
+        self._waits: deque[int] = deque(maxlen=STEPS)
+        # whether the last forward began a step
+        self.begins_step = True
+        # the most forwards of a step, and bytes of others, that were planned for no more
+        self._left = self._less = 0
         # when its last forward began, and its last step
         self._began = self._step_began = 0
         self._thread = threading.get_ident()
-        # whether another one has a part of this model
-        self._shares: weakref.WeakKeyDictionary[PendingForwards, bool]
-        self._shares = weakref.WeakKeyDictionary()
+        # bytes of the parameters of others that are this model's, too
+        self._common: weakref.WeakKeyDictionary[PendingForwards, int]
+        self._common = weakref.WeakKeyDictionary()
         if budget:
             _all.add(self)
 
@@ -66,15 +72,18 @@ class PendingForwards:
         """Notes that a forward begins; returns how many wait for a backward, with this one."""
         self._thread = threading.get_ident()
         running = len(self._waiting()) + 1
-        is_new = running == 1 and self._running
-        if is_new:
+        self._waits.append(running)
+        # a loop may keep a graph from step to step, as a pipelined one
+        most = min(self._waits) if len(self._waits) == STEPS else 1
+        self.begins_step = running <= most
+        if self.begins_step and self._running:
             self._counts.append(self._running)
             self._holdings.append(self._held)
             self._running = self._held = 0
         self._running = max(self._running, running)
         self._look()
         self._began = next(_clock)
-        if running == 1:
+        if self.begins_step:
             self._step_began = self._began
         return running
 
@@ -93,9 +102,17 @@ class PendingForwards:
         self._look()
 
     def usual(self, planned: int) -> int:
-        """Returns how many forwards to plan for, where a step begins."""
+        """Returns how many forwards to plan for, where a step begins.
+
+        They become fewer if none of the last steps had as many, unless that was so before.
+        """
         most = max(self._counts, default=planned)
-        return most if most > planned or len(self._counts) == STEPS else planned
+        if most > planned:
+            return max(most, self._left)
+        if len(self._counts) < STEPS or most == planned or planned <= self._left:
+            return planned
+        self._left = planned
+        return most
 
     def others(self, planned: int) -> int:
         """Returns the bytes to plan with that others hold in a step, of which it is a part.
@@ -104,7 +121,12 @@ class PendingForwards:
         """
         part = max(1, self.budget // PARTS)
         held = -(-max(self._held, *self._holdings, 0) // part) * part
-        return held if not planned - MANY * part <= held <= planned else planned
+        if held > planned:
+            return max(held, self._less)
+        if held >= planned - MANY * part or planned <= self._less:
+            return planned
+        self._less = planned
+        return held
 
     def note_planned(self) -> None:
         """Notes that the model is planned for anew, so that it holds something else."""
@@ -141,15 +163,15 @@ class PendingForwards:
         ]
 
     def _near(self) -> "list[PendingForwards]":
-        """Returns those of other models, and of no part of this one, that run on this thread."""
-        others = [other for other in [*_all] if other is not self]
-        return [o for o in others if o._thread == self._thread and not self._is_part_of(o)]
+        """Returns those of other models that run on this thread."""
+        return [one for one in [*_all] if one is not self and one._thread == self._thread]
 
-    def _is_part_of(self, other: "PendingForwards") -> bool:
-        if other not in self._shares:
-            own, its = self._weights(), other._weights()
-            self._shares[other] = not {*map(id, own)}.isdisjoint(map(id, its))
-        return self._shares[other]
+    def _common_with(self, other: "PendingForwards") -> int:
+        if other not in self._common:
+            own = {id(parameter) for parameter in self._weights()}
+            its = {id(p): p.nbytes for p in other._weights() if id(p) in own}
+            self._common[other] = sum(its.values())
+        return self._common[other]
 
     def _weights(self) -> list[nn.Parameter]:
         model = self._model()
@@ -159,9 +181,10 @@ class PendingForwards:
         """Notes what others hold now, and by how much the least of the budgets is less."""
         if not self.budget or not (beside := self._beside()):
             return
-        gradients = (p.grad for other in beside for p in other._weights())
-        held = sum(other.resident + other.held() for other in beside)
-        held += sum(gradient.nbytes for gradient in gradients if gradient is not None)
+        own = {id(parameter) for parameter in self._weights()}
+        others = {id(p): p.grad for other in beside for p in other._weights() if id(p) not in own}
+        held = sum(max(0, o.resident - self._common_with(o)) + o.held() for o in beside)
+        held += sum(gradient.nbytes for gradient in others.values() if gradient is not None)
         held += max(0, self.budget - min(other.budget for other in beside))
         self._held = max(self._held, held)
 

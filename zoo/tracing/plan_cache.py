@@ -115,7 +115,7 @@ class PlanCache:
         growth: how many times as large arguments a plan serves.
     """
 
-    most_kinds = 64
+    most_kinds = 256
     most_waiting = 2
     most_plannings = 8
 

@@ -334,14 +334,14 @@ class PatchedForward(Patch):
             if not self._is_judged:
                 then = "Plan for as many with forwards= of zoo.plan"
             self.notices.warn(
-                "forwards",
+                f"more than {training.forwards} forwards",
                 "%s runs %d forwards or more before a backward, and its budget was planned for %d: "
                 "this step may take more. %s",
                 running,
                 training.forwards,
                 then,
             )
-        if not self._is_judged or running > 1:
+        if not (self._is_judged and pending.begins_step):
             return
         found = replace(training, forwards=pending.usual(training.forwards), after=pending.after)
         if pending.budget:
