@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import zoo
 from tests.training import assert_same, everything
+from zoo.engine import saved_tensors
 from zoo.errors import ArgumentError, BudgetError
 from zoo.profiling.peak_memory import measure_step
 from zoo.tracing import planned_forward
@@ -233,3 +234,38 @@ def test_a_loop_that_keeps_a_graph_from_step_to_step_keeps_to_the_budget() -> No
     model = zoo.checkpoint(perceptrons(), memory_budget=budget, optimizer="none")
     steps(model, STEPS + 4)
     assert peak(model) <= budget
+
+
+def test_a_graph_that_is_kept_waits_on() -> None:
+    def steps(model: nn.Module) -> None:
+        model.zero_grad()
+        first = model(X)
+        first.mean().backward(retain_graph=True)
+        (first.mean() * model(X).mean()).backward()
+
+    def peak(model: nn.Module) -> int:
+        return measure_step(lambda: steps(model), model, None, [X]).peak
+
+    plain = perceptrons()
+    steps(plain)
+    budget = int(0.8 * peak(plain))
+    model = zoo.checkpoint(perceptrons(), memory_budget=budget, optimizer="none", accumulates=True)
+    for _ in range(2):
+        steps(model)
+    assert peak(model) <= budget
+    steps(plain)
+    steps(plain)
+    assert_same(everything(model), everything(plain))
+
+
+def test_a_backward_that_makes_a_graph_is_said_where_everything_is_kept(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    saved_tensors.warn_of_graph.cache_clear()
+    model = zoo.checkpoint(perceptrons(), memory_budget="64MiB", optimizer="none")
+    x = X.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    gradient.square().mean().backward()
+    assert zoo.plan_of(model).depth() == 0
+    (said,) = caplog.messages
+    assert "a memory budget, which counts no such graph, may be exceeded" in said

@@ -228,7 +228,7 @@ def unpack_handle(handle: Handle) -> Tensor:
     with handle.segment.recording.lock:
         if handle.tensor is None and not handle.is_written:
             if torch.is_grad_enabled() and top_saved_tensors_hooks(False) is None:
-                _warn_of_graph()
+                warn_of_graph()
             _check_modes(handle.segment.recording)
             around = thread.replaying
             try:
@@ -265,7 +265,7 @@ def _check_modes(recording: Recording) -> None:
 
 
 @functools.cache
-def _warn_of_graph() -> None:
+def warn_of_graph() -> None:
     """Warns once that a backward makes a graph, which keeps what the backward reads."""
     _log.warning(
         "this backward makes a graph (create_graph=True), which keeps all that the backward reads: "

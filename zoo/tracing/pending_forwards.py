@@ -15,8 +15,11 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
+from zoo._torch import is_graph_kept
+from zoo.engine.saved_tensors import warn_of_graph
 from zoo.invocation import weights_of
 
 # the steps of which all ran fewer forwards than were planned for, before fewer are
@@ -203,4 +206,8 @@ class _Forgetting:
         self.pending, self.token = pending, token
 
     def __call__(self, _: object) -> None:
-        self.pending.forget(self.token)
+        if torch.is_grad_enabled():
+            warn_of_graph()
+        # with retain_graph it goes on to hold what the forward saved
+        if not is_graph_kept():
+            self.pending.forget(self.token)
