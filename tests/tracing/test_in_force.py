@@ -559,7 +559,7 @@ def test_a_copy_has_not_begun() -> None:
 
 
 def test_a_backward_that_makes_a_graph_says_what_it_keeps(caplog: Any) -> None:
-    saved_tensors._warn_of_graph.cache_clear()
+    saved_tensors.warn_of_graph.cache_clear()
     model, x = Layers(8, 2), torch.rand(4, 8, requires_grad=True)
     zoo.recompute(model, x).sum().backward()
     assert caplog.messages == []
@@ -571,7 +571,7 @@ def test_a_backward_that_makes_a_graph_says_what_it_keeps(caplog: Any) -> None:
 
 
 def test_gradients_inside_of_a_segment_are_no_graph_of_the_backward(caplog: Any) -> None:
-    saved_tensors._warn_of_graph.cache_clear()
+    saved_tensors.warn_of_graph.cache_clear()
 
     def descend(x: Tensor) -> Tensor:
         (found,) = torch.autograd.grad(x.tanh().square().sum(), x, create_graph=True)
