@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tests.planner.test_plan import plans
 from zoo.planner.plan import Item, Plan, RoomyPlan, first_step
-from zoo.policy.decision import TracedStep
+from zoo.policy.judge import Sides
+from zoo.policy.training_step import CountedStep
 from zoo.tracing.planned_forward import PatchedForward
 
 
@@ -60,7 +61,7 @@ class Stretched(PatchedForward):
     `zoo.checkpoint` does not take one: it asks for a plan of the user's ahead.
     """
 
-    def _plans(self, traced: TracedStep) -> list[RoomyPlan]:
-        plan = stretched_plan(self.goal.choice, len(traced.outline))
+    def _plans(self, step: CountedStep, sides: Sides) -> list[RoomyPlan]:
+        plan = stretched_plan(self.goal.choice, step.steps)
         offloads = offloaded_of(plan) if self.goal.offload.is_on else frozenset()
         return [RoomyPlan(plan, offloads=offloads)]

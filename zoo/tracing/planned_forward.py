@@ -741,9 +741,7 @@ class PatchedForward(Patch):
             _log.info("%s: planned again for %s", self.notices.name, step.title)
         outline = cut()
         step = step_on(outline)
-        # what others hold may be less in the next step
-        may_break = self.has_run or self.training.others > 0
-        plans = plans_for(self.goal, step, sides, has_run=may_break)
+        plans = self._plans(step, sides)
         if self.goal.is_bounded:
             self.counted = spec.structure, step.optimizer_bytes
         if self.pending is not None and self.pending.budget:
@@ -752,6 +750,11 @@ class PatchedForward(Patch):
             if fixed.beside_activations + takes > self.pending.budget:
                 self.pending.ask_others(takes)
         return outline, plans
+
+    def _plans(self, step: CountedStep, sides: Sides) -> Sequence[RoomyPlan]:
+        # what others hold may be less in the next step
+        may_break = self.has_run or self.training.others > 0
+        return plans_for(self.goal, step, sides, has_run=may_break)
 
 
 def _operators_of(trace: StepTrace) -> tuple[list[Operator], list[int]]:
