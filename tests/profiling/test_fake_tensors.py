@@ -2,6 +2,8 @@
 
 import functools
 import importlib
+import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -260,3 +262,26 @@ def test_what_neither_a_fake_nor_a_real_kernel_takes_raises_the_error_of_the_fak
         rows = torch.empty(16, 16)
         with pytest.raises(RuntimeError, match=r"BFloat16|BF16"):
             nn.functional.grouped_mm(rows, torch.empty(4, 15, 16))
+
+
+def test_torch_s_log_is_as_before_after_blocks_that_overlap() -> None:
+    """As those of two threads that plan at once, of which the first ends first."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    first, second = (FakeTensorFixes(FakeTensorMode()) for _ in range(2))
+    entered = threading.Event(), threading.Event()
+
+    def other() -> None:
+        entered[0].wait()
+        with second:
+            entered[1].set()
+            ended.wait()
+
+    ended, thread = threading.Event(), threading.Thread(target=other)
+    thread.start()
+    with first:
+        entered[0].set()
+        entered[1].wait()
+    assert log.disabled
+    ended.set()
+    thread.join()
+    assert not log.disabled

@@ -13,6 +13,7 @@ import functools
 import logging
 import operator
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,7 +67,31 @@ UNUSED = torch.zeros((), dtype=torch.int64, device=CPU)
 MOST = 1 << 12
 # the most in a forked process, which need not save memory
 SMALL = 1 << 16
-_log_of_torch = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+class _Silenced:
+    """A log that is off inside of `with` blocks, which may overlap on several threads.
+
+    It has no lock, which a forked process might find held for good.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.log, self.was_off = logging.getLogger(name), False
+        self.inside: list[int] = []
+
+    def __enter__(self) -> None:
+        if not self.inside:
+            self.was_off = self.log.disabled
+        self.inside.append(threading.get_ident())
+        self.log.disabled = True
+
+    def __exit__(self, *raised: object) -> None:
+        if len(self.inside) == 1:
+            self.log.disabled = self.was_off
+        self.inside.pop()
+
+
+_log_of_torch = _Silenced("torch._subclasses.fake_tensor")
 
 
 class NumbersNeeded(BaseException):
@@ -99,8 +124,7 @@ class FakeTensorFixes(KernelMode):
     def __enter__(self) -> "FakeTensorFixes":
         entered = contextlib.ExitStack()
         # torch logs a traceback for a fake kernel that fails; the error says as much
-        entered.callback(setattr, _log_of_torch, "disabled", _log_of_torch.disabled)
-        _log_of_torch.disabled = True
+        entered.enter_context(_log_of_torch)
         entered.enter_context(_one_hot_replaced())
         # cuDNN's networks compare the addresses of weights; those of fakes are offsets
         entered.enter_context(warnings.catch_warnings())
