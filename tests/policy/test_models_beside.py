@@ -277,6 +277,31 @@ def test_a_model_of_a_list_that_is_not_trained_counts() -> None:
     assert measure_step(step, models, None, [X]).peak <= budget
 
 
+class Stack(nn.ModuleList):
+    """A list of modules with a forward of its own, which is one model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self:
+            x = module(x)
+        return x
+
+
+def test_a_list_of_modules_that_has_a_forward_is_one_model() -> None:
+    model = zoo.checkpoint(Stack(perceptrons()), memory_budget="8MiB", optimizer="none")
+    model(X).square().mean().backward()
+    assert zoo.plan_of(model) is not None
+    assert [patched_forward(part) for part in model] == [None] * len(model)
+
+
+@pytest.mark.parametrize("inner", [list, tuple, nn.ModuleList])
+def test_a_list_in_a_list_is_refused_and_changes_nothing(inner: Any) -> None:
+    models = [zoo.checkpoint(perceptrons(), "sqrt"), perceptrons()]
+    before = [patched_forward(model) for model in models]
+    with pytest.raises(ArgumentError, match=r"got (list|tuple)|has no forward of its own"):
+        zoo.checkpoint([models[1], inner([models[0]])], memory_budget="8MiB")
+    assert [patched_forward(model) for model in models] == before
+
+
 def test_an_empty_list_is_refused() -> None:
     with pytest.raises(ArgumentError, match="list without models"):
         zoo.checkpoint([], memory_budget="8MiB")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -68,7 +68,8 @@ def checkpoint(
 
     Args:
         model: any module; its pickle holds the option, too. Or several, as a list, a tuple or an
-            `nn.ModuleList`, that a step calls in turns: a budget in bytes is that of all together.
+            `nn.ModuleList` without a forward, that a step calls in turns: a budget in bytes is that
+            of all together.
         inputs: plans now, for these; under the autocast that the training has, if any.
         steps: names of modules that count as blocks, `["encoder.layers.*"]`.
         optimizer, loss, accumulates, holds_outputs, forwards: as in `zoo.plan`. The optimizer is
@@ -87,7 +88,7 @@ def checkpoint(
         BudgetError: at the first forward, no plan keeps to the budget or to `host_budget`.
         PlanError: a malformed plan; at the first forward, one that does not fit.
     """
-    if isinstance(model, list | tuple | nn.ModuleList):
+    if isinstance(model, list | tuple) or _is_bare_list(model):
         options = {name: value for name, value in locals().items() if name != "model"}
         _checkpoint_each([*model], options)
         return model
@@ -105,9 +106,8 @@ def checkpoint(
         choice = False if goal is None else goal.choice
         raise ArgumentError(
             "optimizer=, loss=, accumulates=, holds_outputs= and forwards= say what a budget "
-            "counts; got "
-            f"checkpoint={choice!r}, which has none. Pass memory_budget= or max_overhead=, or "
-            "leave them out"
+            f"counts; got checkpoint={choice!r}, which has none. Pass memory_budget= or "
+            "max_overhead=, or leave them out"
         )
     if goal is not None and goal.report is not None:
         made_for = goal.report
@@ -129,12 +129,7 @@ def checkpoint(
         )
     if goal is None:
         return uncheckpoint(model)
-    if getattr(model.forward, "__name__", "") == "_forward_unimplemented":
-        raise ArgumentError(
-            f"this {type(model).__name__} has no forward of its own, and a plan is for a forward; "
-            "give it one that does what the method that you train by does, or put zoo.checkpoint "
-            "on the module in it that is called"
-        )
+    _check_forward(model)
     check_switches(model)
     patched, earlier = PatchedForward(model, goal, training, _names(steps)), patched_forward(model)
     uncheckpoint(model)
@@ -151,6 +146,23 @@ def checkpoint(
     return model
 
 
+def _has_forward(model: nn.Module) -> bool:
+    return getattr(model.forward, "__name__", "") != "_forward_unimplemented"
+
+
+def _is_bare_list(model: object) -> TypeGuard[nn.ModuleList]:
+    return isinstance(model, nn.ModuleList) and not _has_forward(model)
+
+
+def _check_forward(model: nn.Module) -> None:
+    if not _has_forward(model):
+        raise ArgumentError(
+            f"this {type(model).__name__} has no forward of its own, and a plan is for a forward; "
+            "give it one that does what the method that you train by does, or put zoo.checkpoint "
+            "on the module in it that is called"
+        )
+
+
 def _checkpoint_each(models: Sequence[nn.Module], options: dict[str, Any]) -> None:
     """Puts an option in force on several models, or on none of them.
 
@@ -159,10 +171,14 @@ def _checkpoint_each(models: Sequence[nn.Module], options: dict[str, Any]) -> No
     """
     if not models:
         raise ArgumentError("zoo.checkpoint got a list without models; put those of a step in it")
+    for model in models:
+        check_module(model, "zoo.checkpoint")
+        if _is_bare_list(model):
+            _check_forward(model)
     done = list[tuple[nn.Module, PatchedForward | None]]()
     try:
         for model in models:
-            earlier = patched_forward(model) if isinstance(model, nn.Module) else None
+            earlier = patched_forward(model)
             checkpoint(model, **options)
             done.append((model, earlier))
     except BaseException:
@@ -189,6 +205,8 @@ def uncheckpoint(model: AnyModule) -> AnyModule:
         ArgumentError: it is no module.
     """
     if isinstance(model, list | tuple):
+        for one in model:
+            check_module(one, "zoo.uncheckpoint")
         for one in model:
             uncheckpoint(one)
         return model
