@@ -314,7 +314,7 @@ class Conductor(Recorder):
                 self._switch_branches([*branch.operators[:index], func])
             elif index in branch.switches:
                 self._switch_segments(branch.switches[index], at=index)
-        if self.lost:
+        if self.lost and branch is not None:
             self.trail = hash((self.trail or index, id(func)))
         if self._waiting is not None:
             self._switch_segments(*self._waiting)

@@ -143,7 +143,7 @@ class Simulation:
     # for each step, what is copied there of what it saves, or of that from which a segment starts
     # with it
     on_host: tuple[int, ...] = ()
-    between: int = 0  # bytes that are held between forward and backward
+    between_passes: int = 0  # bytes that are held when the backward begins
 
 
 class CopyRate(NamedTuple):
@@ -185,7 +185,7 @@ def simulate(
         clock.offloading.copy_out(len(costs))
     peaks = [(clock.peak, clock.moment)]
     clock.hold(costs.held_until_end)
-    between = clock.held_bytes
+    between_passes = clock.held_bytes
     for item in reversed(plan):
         # here no recomputed tensor is held
         if clock.offloading is not None:
@@ -199,10 +199,12 @@ def simulate(
     # an exact sum: plans that repeat equal steps in another order take equal time
     seconds = math.fsum(clock.seconds)
     if clock.offloading is None:
-        return Simulation(peak, clock.flops, seconds, backward_peaks, moment, between=between)
+        return Simulation(
+            peak, clock.flops, seconds, backward_peaks, moment, between_passes=between_passes
+        )
     on_host, waited = clock.offloading.bytes, clock.offloading.waited
     costs_of_plan = peak, clock.flops, seconds, backward_peaks, moment
-    return Simulation(*costs_of_plan, sum(on_host), waited, tuple(on_host), between)
+    return Simulation(*costs_of_plan, sum(on_host), waited, tuple(on_host), between_passes)
 
 
 def least_possible(costs: StepCosts) -> int:

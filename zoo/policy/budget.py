@@ -91,12 +91,11 @@ class StepPlanner:
                 break
             point = self.judge.judged(proposals[index], sides)
             error = point.peak - proposals[index].peak
-            does_fit = self.fits(point, limit)
-            fits, too_large = (index, too_large) if does_fit else (fits, index)
+            fits, too_large = (index, too_large) if self.fits(point, limit) else (fits, index)
         if fits >= 0:
             # seconds are judged, too: another one may be faster than the costs of its steps say
             judged = [self.judge.judged(proposals[fits], sides), *self.judge.fitting(limit, sides)]
-            allowed = (point for point in judged if self.offload.allows(point.offloaded))
+            allowed = (point for point in judged if self.fits(point, limit))
             return min(allowed, key=attrgetter("time_ratio", "peak"))
         lowest = self.lowest(sides)
         return lowest if lowest.peak <= limit else None
@@ -171,7 +170,7 @@ class StepPlanner:
         if self.judge.has_judged(point) and (taken := self.judge.judgement(plan, point.offloads)):
             between = taken.between_passes
         else:
-            between = step.simulate(point.plan, step.costs, point.offloads).between
+            between = step.simulate(point.plan, step.costs, point.offloads).between_passes
         return RoomyPlan(
             plan,
             offloads=frozenset(point.offloads),

@@ -28,7 +28,7 @@ from zoo.engine.devices import name_of, splits_all_blocks
 from zoo.engine.host_memory import copy_rate
 from zoo.engine.sharded import is_spread
 from zoo.errors import ArgumentError
-from zoo.invocation import device_of, kernel_device, title_of
+from zoo.invocation import device_of, kernel_device, title_of, weights_of
 from zoo.loss import Loss
 from zoo.optimizer.in_backward import attached_to
 from zoo.optimizer.independence import optimizer_like
@@ -167,7 +167,8 @@ class TrainingStep:
             return self
         if around.gradient_as_bucket_view:
             return replace(self, accumulates=True)
-        return replace(self, buckets=sum(p.nbytes for p in model.parameters() if p.requires_grad))
+        trained = {id(p): p.nbytes for p in weights_of(model) if p.requires_grad}
+        return replace(self, buckets=sum(trained.values()))
 
     @property
     def beside(self) -> int:
@@ -483,7 +484,7 @@ class CountedStep:
         result = result or self.simulate(plan, self.costs_with_gradients, offloads)
         held = self.costs.bytes_of(self.costs.held_until_end)
         return Point(
-            self.peak(self.with_earlier(result.peak, result.between), held),
+            self.peak(self.with_earlier(result.peak, result.between_passes), held),
             1 + (result.recomputed_seconds + result.waited_seconds) / self.seconds,
             plan,
             name,

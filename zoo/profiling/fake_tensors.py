@@ -13,7 +13,6 @@ import functools
 import logging
 import operator
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,12 +76,13 @@ class _Silenced:
 
     def __init__(self, name: str) -> None:
         self.log, self.was_off = logging.getLogger(name), False
-        self.inside: list[int] = []
+        # an entry for each block that is open: appending and popping are atomic
+        self.inside: list[None] = []
 
     def __enter__(self) -> None:
         if not self.inside:
             self.was_off = self.log.disabled
-        self.inside.append(threading.get_ident())
+        self.inside.append(None)
         self.log.disabled = True
 
     def __exit__(self, *raised: object) -> None:

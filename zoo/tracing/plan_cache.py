@@ -34,7 +34,6 @@ FIRST = 64
 # the most paths that a budget is planned for at first, and those of them that need not come again
 MOST_PATHS, EAGER = 4, 3
 MOST_TRAILS = 1024
-LEAST_RATIO = 1e-9
 
 
 class LastForward(NamedTuple):
@@ -98,9 +97,10 @@ class InputKind:
 
     def pays(self, spec: InputSpec) -> bool:
         """Returns whether a plan of their own may be much faster for arguments that come often."""
+        if self.forwards != PAYS or not (self.can_be_planned and self.branches):
+            return False
         is_shared = self.spec.elements >= MUCH_LARGER * spec.elements
-        recomputes = bool(self.branches) and not self.branches[-1].keeps_all
-        return is_shared and recomputes and self.can_be_planned and self.forwards == PAYS
+        return is_shared and not self.branches[-1].keeps_all
 
 
 class PlanCache:
@@ -181,8 +181,8 @@ class PlanCache:
         found: dict[object, PlannedBranch] = {}
 
         def distance(kind: InputKind) -> tuple[bool, float]:
-            ratio = kind.spec.elements / max(1, spec.elements)
-            return ratio < 1, abs(math.log(max(ratio, LEAST_RATIO)))
+            ratio = (kind.spec.elements + 1) / (spec.elements + 1)
+            return ratio < 1, abs(math.log(ratio))
 
         for kind in sorted(self._alike(spec), key=distance):
             for branch in (*kind.branches[::-1], *kind.outside[::-1]):
