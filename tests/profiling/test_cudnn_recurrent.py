@@ -262,10 +262,7 @@ class Packed(nn.Module):
         return self.mix(nn.utils.rnn.pad_packed_sequence(self.one(packed)[0])[0])
 
 inputs = torch.zeros(100, 64, 64, device="cuda"), torch.arange(100, 36, -1)
-held = torch.cuda.memory_stats()["requested_bytes.all.current"] - inputs[0].nbytes
-plain, peak = trained(Packed().cuda(), inputs)
-report = zoo.plan(Packed().cuda(), (inputs,), optimizer=torch.optim.SGD, max_overhead=9.0)
-sizes = report.baseline_peak - report.fixed.libraries, peak - held
+plain, _ = trained(Packed().cuda(), inputs)
 rows = []
 for given in ({"checkpoint": True}, {"memory_budget": 0.97}):
     model = zoo.checkpoint(Packed().cuda(), **given)
@@ -273,20 +270,48 @@ for given in ({"checkpoint": True}, {"memory_budget": 0.97}):
     with zoo.track(model) as timeline:
         model(inputs).sum().backward()
     rows.append([zoo.plan_of(model).depth(), found, timeline.peak > 0])
-print(json.dumps([plain, sizes, rows]))
+print(json.dumps([plain, rows]))
 """
 
 
 def test_packed_sequences_are_planned_tracked_and_trained() -> None:
     pytest.importorskip("numpy", reason="planning for a budget needs NumPy")
-    (counts, offset), (predicted, taken), rows = run(PACKED)
-    # a backward whose graph is not kept copies no reserve, and the peak is there
-    assert predicted <= 1.12 * taken
+    (counts, offset), rows = run(PACKED)
     for depth, (found, after), is_tracked in rows:
         assert depth > 0
         assert is_tracked
         assert [steps[-1:] for steps in found] == counts == [[1], [2], [3], [4]]
         assert after == offset
+
+
+JUDGED = (
+    PACKED[: PACKED.index("plain, _")]
+    + """
+from zoo.api.plan import planner_for
+from zoo.planner.plan import Plan
+
+torch.mm(*torch.rand(2, 8, 8, device="cuda", requires_grad=True)).sum().backward()
+planner, rows = planner_for(Packed().cuda(), (inputs,), optimizer=torch.optim.SGD), []
+plans = [Plan.parse(text) for text in ("0-6", "(0-2) 3-6", "(0-3) (4) 5-6")]
+predicted = [planner.point(plan).peak - planner.step.fixed.libraries - STATE for plan in plans]
+# makes the state of dropout, which later steps find
+trained(Packed().cuda(), inputs)
+held = torch.cuda.memory_stats()["requested_bytes.all.current"] - inputs[0].nbytes
+for plan, size in zip(plans, predicted):
+    _, peak = trained(zoo.checkpoint(Packed().cuda(), plan), inputs)
+    rows.append([size, peak - held])
+print(json.dumps(rows))
+"""
+)
+
+
+def test_a_network_that_is_recomputed_copies_its_state_and_a_backward_no_reserve() -> None:
+    """Dry steps find the state as steps of a training do, and keep no graph."""
+    pytest.importorskip("numpy", reason="planning for a budget needs NumPy")
+    kept, before, recomputed = run(JUDGED)
+    for predicted, taken in (kept, before, recomputed):
+        assert taken <= predicted <= 1.15 * taken
+    assert recomputed[1] > kept[1] > before[1]
 
 
 FAMILIES = """
