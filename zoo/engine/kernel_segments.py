@@ -192,7 +192,7 @@ class Conductor(Recorder):
         sizes: bytes that operators returned, by index, if a branch limits them; where they are not
             those that were traced.
         operators: those dispatched so far, if there is no branch.
-        trail: a number for the operators since they are those of no branch.
+        path_hash: of the operators since they are those of no branch.
         visits: as in `PlannedBranch`, if there is no branch.
         hooks: saved-tensor hooks of the forward: the engine's, or others that wrap them.
         offloading: what the host holds until the backward, if `host` does.
@@ -218,7 +218,7 @@ class Conductor(Recorder):
         self.outgrown, self.sizes = False, dict[int, int]()
         self._is_limited = any(branch.room < math.inf for branch in branches)
         self.operators: list[Operator] = []
-        self.trail = 0
+        self.path_hash = 0
         self.visits: dict[Visit, int] = {}
         # the next operator, the segments around the one before, and the blocks that run
         self.index, self.path, self.depth = 0, Path(), 0
@@ -315,7 +315,7 @@ class Conductor(Recorder):
             elif index in branch.switches:
                 self._switch_segments(branch.switches[index], at=index)
         if self.lost and branch is not None:
-            self.trail = hash((self.trail or index, id(func)))
+            self.path_hash = hash((self.path_hash or index, id(func)))
         if self._waiting is not None:
             self._switch_segments(*self._waiting)
 

@@ -120,7 +120,7 @@ def dropout_state_bytes(device: torch.device) -> int:
 
 
 class _DropoutState(TorchDispatchMode):
-    """Has the storage of the state that is made inside of it."""
+    """Notes the storage of the state that is made inside of it."""
 
     storage: torch.UntypedStorage
 

@@ -57,11 +57,11 @@ class PendingForwards:
         self._counts: deque[int] = deque(maxlen=STEPS)
         self._holdings: deque[int] = deque(maxlen=STEPS)
         # how many waited when each of the last forwards began
-        self._waits: deque[int] = deque(maxlen=STEPS)
+        self._running_of_late: deque[int] = deque(maxlen=STEPS)
         # whether the last forward began a step
         self.begins_step = True
-        # the most forwards of a step, and bytes of others, that were planned for no more
-        self._left = self._less = 0
+        # the most forwards of a step, and bytes of others, that are planned for no longer
+        self._dropped_forwards = self._dropped_bytes = 0
         # when its last forward began, and its last step
         self._began = self._step_began = 0
         self._thread = threading.get_ident()
@@ -75,16 +75,16 @@ class PendingForwards:
         """Notes that a forward begins; returns how many wait for a backward, with this one."""
         self._thread = threading.get_ident()
         running = len(self._waiting()) + 1
-        self._waits.append(running)
+        self._running_of_late.append(running)
         # a loop may keep a graph from step to step, as a pipelined one
-        most = min(self._waits) if len(self._waits) == STEPS else 1
+        most = min(self._running_of_late) if len(self._running_of_late) == STEPS else 1
         self.begins_step = running <= most
         if self.begins_step and self._running:
             self._counts.append(self._running)
             self._holdings.append(self._held)
             self._running = self._held = 0
         self._running = max(self._running, running)
-        self._look()
+        self._note_others()
         self._began = next(_clock)
         if self.begins_step:
             self._step_began = self._began
@@ -102,7 +102,7 @@ class PendingForwards:
     def forget(self, token: _Waiting) -> None:
         """Notes that the backward of a forward begins."""
         self._tokens = [other for other in self._tokens if other() not in (None, token)]
-        self._look()
+        self._note_others()
 
     def usual(self, planned: int) -> int:
         """Returns how many forwards to plan for, where a step begins.
@@ -111,10 +111,10 @@ class PendingForwards:
         """
         most = max(self._counts, default=planned)
         if most > planned:
-            return max(most, self._left)
-        if len(self._counts) < STEPS or most == planned or planned <= self._left:
+            return max(most, self._dropped_forwards)
+        if len(self._counts) < STEPS or most == planned or planned <= self._dropped_forwards:
             return planned
-        self._left = planned
+        self._dropped_forwards = planned
         return most
 
     def others(self, planned: int) -> int:
@@ -125,21 +125,21 @@ class PendingForwards:
         part = max(1, self.budget // PARTS)
         held = -(-max(self._held, *self._holdings, 0) // part) * part
         if held > planned:
-            return max(held, self._less)
-        if held >= planned - MANY * part or planned <= self._less:
+            return max(held, self._dropped_bytes)
+        if held >= planned - MANY * part or planned <= self._dropped_bytes:
             return planned
-        self._less = planned
+        self._dropped_bytes = planned
         return held
 
     def note_planned(self) -> None:
         """Notes that the model is planned for anew, so that it holds something else."""
-        for other in self._near():
+        for other in self._on_this_thread():
             other._holdings.clear()
             other._held = 0
 
-    def ask_others(self, takes: int) -> None:
-        """Has models whose forwards wait leave so many bytes."""
-        waiting = [other for other in self._near() if other.held()]
+    def require_room(self, takes: int) -> None:
+        """Requires models whose forwards wait for a backward to leave so many bytes."""
+        waiting = [other for other in self._on_this_thread() if other.held()]
         for other in waiting:
             between = sum(one.held() for one in waiting if one._began > other._began)
             less = max(0, other.budget - self.budget)
@@ -154,18 +154,18 @@ class PendingForwards:
         self._tokens = [*map(weakref.ref, alive)]
         return alive
 
-    def _beside(self) -> "list[PendingForwards]":
+    def _active_models(self) -> "list[PendingForwards]":
         """Returns the other models that have run on this thread since the last step began.
 
         In the first step these are those whose forwards wait.
         """
         return [
             other
-            for other in self._near()
+            for other in self._on_this_thread()
             if other._began > self._step_began and (self._step_began or other._waiting())
         ]
 
-    def _near(self) -> "list[PendingForwards]":
+    def _on_this_thread(self) -> "list[PendingForwards]":
         """Returns those of other models that run on this thread."""
         return [one for one in [*_all] if one is not self and one._thread == self._thread]
 
@@ -180,9 +180,9 @@ class PendingForwards:
         model = self._model()
         return [] if model is None else [*weights_of(model)]
 
-    def _look(self) -> None:
+    def _note_others(self) -> None:
         """Notes what others hold now, and by how much the least of the budgets is less."""
-        if not self.budget or not (beside := self._beside()):
+        if not self.budget or not (beside := self._active_models()):
             return
         own = {id(parameter) for parameter in self._weights()}
         others = {id(p): p.grad for other in beside for p in other._weights() if id(p) not in own}

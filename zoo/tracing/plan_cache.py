@@ -33,7 +33,7 @@ MOST_KNOWN = 4
 FIRST = 64
 # the most paths that a budget is planned for at first, and those of them that need not come again
 MOST_PATHS, EAGER = 4, 3
-MOST_TRAILS = 1024
+MOST_HASHES = 1024
 
 
 class LastForward(NamedTuple):
@@ -68,7 +68,7 @@ class InputKind:
             if it could be traced ahead.
         can_be_planned: whether no planning failed.
         plannings: how many new paths of inputs of this kind were planned for.
-        trails: numbers of paths that forwards took and that no branch has.
+        path_hashes: of paths that forwards took and that no branch has.
         forwards: how many began.
     """
 
@@ -80,7 +80,7 @@ class InputKind:
     last_forward: LastForward | None = None
     can_be_planned: bool = True
     plannings: int = 0
-    trails: set[int] = field(default_factory=set)
+    path_hashes: set[int] = field(default_factory=set)
     forwards: int = 0
 
     @property
@@ -88,11 +88,11 @@ class InputKind:
         """Whether no branch is known that the next forward will probably take."""
         return not self.branches or self.took_no_branch
 
-    def comes_again(self, trail: int) -> bool:
+    def comes_again(self, path_hash: int) -> bool:
         """Notes a path that no branch has; returns whether it was noted before."""
-        is_known = trail in self.trails
-        if len(self.trails) < MOST_TRAILS:
-            self.trails.add(trail)
+        is_known = path_hash in self.path_hashes
+        if len(self.path_hashes) < MOST_HASHES:
+            self.path_hashes.add(path_hash)
         return is_known
 
     def pays(self, spec: InputSpec) -> bool:

@@ -306,7 +306,7 @@ class PatchedForward(Patch):
             return outputs
         pending = None if is_copy else self._pending()
         if pending is not None:
-            self._look_around(pending)
+            self._update_training(pending)
         outputs = self._run_planned(invocation, forward, is_copy)
         self.has_run = True
         if pending is not None:
@@ -326,8 +326,8 @@ class PatchedForward(Patch):
             self.pending = PendingForwards(self.module(), in_bytes)
         return self.pending
 
-    def _look_around(self, pending: PendingForwards) -> None:
-        """Looks at what else a step holds when a forward begins; plans anew if that has changed."""
+    def _update_training(self, pending: PendingForwards) -> None:
+        """Updates what a step is planned with, as a forward begins; drops plans if it changed."""
         running, training = pending.begin(), self.training
         if running > training.forwards:
             then = "The next ones are planned for as many as it runs, which forwards= says ahead"
@@ -351,7 +351,10 @@ class PatchedForward(Patch):
             self.training, self.cache = found, self._new_cache()
             pending.note_planned()
             if self.has_run:
-                _log.info("%s: planned again, as its steps hold something else", self.notices.name)
+                _log.info(
+                    "%s: planned again, since a step holds other memory than before",
+                    self.notices.name,
+                )
 
     def _watch_autocast(self, outputs: PyTree) -> None:
         """Has the backward tell whether it runs inside of an autocast, which holds casts then."""
@@ -459,7 +462,7 @@ class PatchedForward(Patch):
             kind.branches = sorted(kind.branches, key=lambda branch: branch is first)
         self.latest = conductor.branch
         if self.goal.is_bounded and self._is_to_be_planned(kind, spec):
-            comes_again = kind.comes_again(conductor.trail) or conductor.outgrown
+            comes_again = kind.comes_again(conductor.path_hash) or conductor.outgrown
             if comes_again or self.cache.plannings(spec) < EAGER:
                 self._trace_last(invocation, kind)
             else:
@@ -748,7 +751,7 @@ class PatchedForward(Patch):
             fixed, takes = step.fixed, plans[0].takes
             self.pending.resident = fixed.parameters + fixed.buffers + fixed.optimizer
             if fixed.beside_activations + takes > self.pending.budget:
-                self.pending.ask_others(takes)
+                self.pending.require_room(takes)
         return outline, plans
 
     def _plans(self, step: CountedStep, sides: Sides) -> Sequence[RoomyPlan]:
