@@ -50,7 +50,6 @@ import zoo
 from zoo.api.checkpoint import outline_of
 from zoo.api.plan import planner_for
 from zoo.invocation import Invocation
-from zoo.policy.training_step import Profile
 from zoo.profiling.kernel_costs import flop_formulas
 from zoo.profiling.peak_memory import gradient_addresses, measure_step, trace
 from zoo.profiling.tensor_spec import tensors_in
@@ -408,7 +407,9 @@ def by_budget(model: nn.Module, args: Any, kwargs: Any, plain: Cost) -> tuple[nn
 
 def candidates(model: nn.Module, args: Any, kwargs: Any) -> list[Any]:
     """Returns the planner's plans by rising peak."""
+    # not above: other checkouts lack them, to which this one's plans are compared
     from zoo.planner.optimal import frontier
+    from zoo.policy.training_step import Profile
 
     # a model that returns its loss is traced with it, and a plan ends before it
     outline = outline_of(zoo.uncheckpoint(model), Invocation(args, kwargs)).without_loss()

@@ -106,7 +106,7 @@ def test_the_plans_found_so_far_are_on_the_exception(
 ) -> None:
     monkeypatch.setattr("zoo.policy.budget.SHOWN", 1000)
     model, inputs = Residuals(blocks=4), images(8, 4, 16)
-    interrupt("plans for budgets", 20)
+    interrupt("plans for budgets", 6)
     with pytest.raises(
         Interrupted, match=r"interrupted; \d+ of the best plans of Residuals"
     ) as told:
@@ -189,7 +189,7 @@ def test_a_size_that_a_real_step_refuted_is_not_known_to_fit(
 def test_the_command_prints_the_plans_found_so_far(
     interrupt: Interrupt, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    interrupt("plans for budgets", 20)
+    interrupt("plans for budgets", 6)
     asked = ["frontier", "resnet18", "--input", "2,3,64,64", "--device", "a100"]
     code = run(asked)
     told = Told(code, *capsys.readouterr())

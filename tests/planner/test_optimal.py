@@ -19,7 +19,7 @@ from zoo.invocation import Invocation
 from zoo.models.densenet import DenseNet
 from zoo.planner.costs import StepCosts, simulate
 from zoo.planner.least_memory import least_memory
-from zoo.planner.optimal import DPTable, SimulatedPlan, frontier, least
+from zoo.planner.optimal import BESIDE, DPTable, PlanSearch, SimulatedPlan, frontier, least
 from zoo.planner.plan import DEEPEST, Plan
 from zoo.planner.schemes import segments
 from zoo.planner.search_space import (
@@ -127,6 +127,37 @@ def test_long_segments_between_blocks_are_nearly_as_good(build: Callable[[], nn.
         return sum(simulate(plan, costs).recomputed_seconds for plan in plans)
 
     assert seconds(blockwise) <= 1.05 * seconds(flat)
+
+
+@settings(deadline=None, max_examples=40)
+@given(chains(8))
+def test_a_look_around_a_budget_finds_what_all_plans_have_there(costs: StepCosts) -> None:
+    points, search = frontier(costs, levels=None), PlanSearch(costs, levels=None)
+    for budget in range(points[0].peak, baseline_of(costs) + 1):
+        near = search.around(lambda point, budget=budget: point.peak <= budget)
+        assert measures(within(near, budget), costs) == measures(within(points, budget), costs)
+
+
+@pytest.mark.parametrize("build", [zoo.resnet50, dense])
+def test_few_plans_are_traced_back_for_a_budget(
+    build: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points, costs, traced = frontier_of(build), costs_of(build), list[int]()
+    plan_of = DPTable.plan
+
+    def counted(table: DPTable, budget: int) -> Plan:
+        traced.append(budget)
+        return plan_of(table, budget)
+
+    monkeypatch.setattr(DPTable, "plan", counted)
+    whole = sum(costs.seconds) + sum(costs.seconds_backward)
+    for budget in budgets_of(points, 5):
+        traced.clear()
+        near = PlanSearch(costs, levels=100).around(lambda point, most=budget: point.peak <= most)
+        assert len({*traced}) == len(traced) <= 2 * BESIDE + 9, "400 budgets are halved 9 times"
+        found, best = (simulate(within(some, budget), costs) for some in (near, points))
+        assert found.peak <= budget
+        assert found.recomputed_seconds <= best.recomputed_seconds + 0.002 * whole
 
 
 def test_a_frontier_falls_from_the_least_peak_to_plain_training() -> None:

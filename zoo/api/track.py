@@ -314,6 +314,9 @@ class CopiedStep:
                 patched.plan_for(self.traced)
             elif patched is not None:
                 patched.keeps_trace = self.mode is not None
+                if self.mode is None:
+                    # planned before a profiler counts the bytes, beside which no kernel is measured
+                    self._train()
                 self._train_tracked()
                 self.traced = patched.traced
             elif self.mode is None or not self.tracker.timeline.length:

@@ -27,8 +27,8 @@ the amounts are all integers nothing is interpolated, and the values are exact.
 Equal layers are solved once: in a run of equal parts of p steps, each with `grown` bytes of
 gradients more than the next one, V(i + p, t + p, H, m) is V(i, t, H, m + grown).
 
-Plans are traced back from the values for 40 to 400 budgets (fewer for more steps) and
-simulated; the best are kept.
+Plans are traced back from the values for 40 to 400 budgets (fewer for more steps), or for those
+around one, and simulated; the best are kept.
 
 Source: the recurrence of rotor (Beaumont et al. 2019, arXiv:1911.13214), here for tuple states with
 shared storages and early stop.
@@ -37,7 +37,7 @@ shared storages and early stop.
 import bisect
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import pairwise, starmap
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -53,6 +53,7 @@ from zoo.planner.search_space import Entries, SearchSpace, StateRow, search_spac
 
 VALUES = 5 * 10**7  # the most in a table, unless that leaves fewer than `FEW` amounts
 FEW = 100
+BESIDE = 8  # plans that are traced back on either side of one
 LONGEST = 1000  # the most steps for which `least_memory` is as fast as a table
 AT_ONCE = 2**18  # values of segments that are compared at once
 PAYMENTS = 4096  # the size of the cache of `_around`
@@ -90,6 +91,14 @@ def frontier(
 ) -> list[SimulatedPlan]:
     """Returns the best plans, by rising peak and falling seconds of recomputation.
 
+    Arguments and errors are those of `PlanSearch` and its `all`.
+    """
+    return PlanSearch(costs, levels=levels, cuts=cuts, each=each).all()
+
+
+class PlanSearch:
+    """The best plans of some steps; each is traced back when it is asked for.
+
     Of plans with equal peak and time, the one with the fewest operations is chosen.
 
     Args:
@@ -97,35 +106,89 @@ def frontier(
             bytes, which makes the plans optimal but only suits small numbers, as in tests.
         cuts: states where long segments may begin and end; by default all of a few steps.
         each: shows progress.
-
-    Raises:
-        Interrupted: by Ctrl-C while plans are traced back, with the best of those found so far.
     """
-    keep_all = Plan.keep_all(len(costs))
-    simulated = {plan: simulate(plan, costs) for plan in (keep_all, *_of_any_ends(costs))}
-    baseline = simulated[keep_all].peak
-    for space in search_spaces(costs) if cuts is None else [SearchSpace(costs, cuts)]:
-        if levels is None:
-            table = DPTable(space, np.arange(baseline + 1), exact=True, each=each)
+
+    def __init__(
+        self,
+        costs: StepCosts,
+        *,
+        levels: int | None = 500,
+        cuts: Collection[int] | None = None,
+        each: Each = lambda _, items: items,
+    ) -> None:
+        self.costs, self.levels, self.each = costs, levels, each
+        keep_all = Plan.keep_all(len(costs))
+        # those of other tables, and of any ends
+        self._others = {plan: simulate(plan, costs) for plan in (keep_all, *_of_any_ends(costs))}
+        self._baseline = self._others[keep_all].peak
+        self._table: DPTable | None = None
+        self._budgets: list[int] = []
+        self._traced: dict[int, SimulatedPlan] = {}  # by the number of the budget
+        for space in search_spaces(costs) if cuts is None else [SearchSpace(costs, cuts)]:
+            if self._table is not None:
+                # two tables would take twice the memory
+                self._others |= dict(self.all())
+                self._traced, self._table = {}, None
+            self._table = self._table_of(space)
+
+    def _table_of(self, space: SearchSpace) -> "DPTable":
+        """Solves a search space, and chooses the budgets of its plans."""
+        most, each = self._baseline, self.each
+        if self.levels is None:
+            table = DPTable(space, np.arange(most + 1), exact=True, each=each)
             budgets = table.budgets()
         else:
-            count = min(levels, max(FEW, VALUES // Entries(space).count))
-            table = DPTable(space, _amounts(0, baseline, count), each=each)
-            budgets = _amounts(min(table.least, baseline), baseline, _count_of_plans(len(costs)))
+            count = min(self.levels, max(FEW, VALUES // Entries(space).count))
+            table = DPTable(space, _amounts(0, most, count), each=each)
+            budgets = _amounts(min(table.least, most), most, _count_of_plans(len(self.costs)))
+        self._budgets = budgets.tolist()
+        return table
+
+    def all(self) -> list[SimulatedPlan]:
+        """Returns the best plans, by rising peak and falling seconds of recomputation.
+
+        Raises:
+            Interrupted: by Ctrl-C, with the best of those found so far.
+        """
+        return self._found(self.each("plans for budgets", range(len(self._budgets))))
+
+    def around(self, fits: Callable[[SimulatedPlan], bool]) -> list[SimulatedPlan]:
+        """Returns the best plans found so far, after a look where the last one that fits is.
+
+        `fits` holds for low peaks. Of plans near that one, some may be better.
+
+        Raises:
+            Interrupted: as `all` does.
+        """
+
+        def numbers() -> Iterator[int]:
+            low, high = 0, len(self._budgets)
+            while low < high:
+                middle = (low + high) // 2
+                yield middle
+                low, high = (middle + 1, high) if fits(self._traced[middle]) else (low, middle)
+            near = range(max(low - BESIDE, 0), min(low + BESIDE, len(self._budgets)))
+            yield from self.each("plans for budgets", near)
+
+        return self._found(numbers())
+
+    def _found(self, numbers: Iterable[int]) -> list[SimulatedPlan]:
+        assert self._table is not None, "there is a search space at least"
         try:
-            for plan in map(table.plan, each("plans for budgets", budgets.tolist())):
-                if plan not in simulated:
-                    simulated[plan] = simulate(plan, costs)
+            for number in numbers:
+                if number not in self._traced:
+                    plan = self._table.plan(self._budgets[number])
+                    self._traced[number] = SimulatedPlan(plan, simulate(plan, self.costs))
         except KeyboardInterrupt:
-            raise Interrupted("interrupted", _best(simulated)) from None
-    return _best(simulated)
+            raise Interrupted("interrupted", self._best()) from None
+        return self._best()
 
-
-def _best(plans: Mapping[Plan, Simulation]) -> list[SimulatedPlan]:
-    """Returns the plans on the Pareto front, by rising peak."""
-
-    order = attrgetter("peak", "recomputed_seconds", "result.recomputed_flops")
-    return falling(starmap(SimulatedPlan, plans.items()), order, attrgetter("recomputed_seconds"))
+    def _best(self) -> list[SimulatedPlan]:
+        order = attrgetter("peak", "recomputed_seconds", "result.recomputed_flops")
+        plans = {**self._others, **dict(self._traced.values())}
+        return falling(
+            starmap(SimulatedPlan, plans.items()), order, attrgetter("recomputed_seconds")
+        )
 
 
 def least(costs: StepCosts) -> Plan:

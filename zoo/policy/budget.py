@@ -5,8 +5,9 @@ one of them takes. The choice is the fastest that fits, by few judgements: the e
 tells which proposal to judge next, between one that fits and one that does not.
 """
 
+import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
@@ -80,21 +81,28 @@ class StepPlanner:
 
     def fastest_within(self, limit: int, sides: Sides = ()) -> Point | None:
         """Returns the fastest of the judged plans that fits; None if none does."""
-        proposals, error = self._proposed, self.judge.error
-        fits, too_large = -1, len(proposals)
+        error = self.judge.error
+        fitting: tuple[Point, Point] | None = None  # a proposal, and what a dry step by it takes
+        too_large = math.inf
         for _ in range(MOST_JUDGEMENTS):
-            expected = sum(point.peak + error <= limit for point in proposals) - 1
-            index = min(max(expected, fits + 1), too_large - 1)
-            if index <= fits or (
-                fits >= 0 and proposals[fits].time_ratio - proposals[index].time_ratio < WORTH
-            ):
+            least = -1 if fitting is None else fitting[0].peak
+            near = self._around(functools.partial(takes_at_most, limit - error))
+            between = [point for point in near if least < point.peak < too_large]
+            if not between:
                 break
-            point = self.judge.judged(proposals[index], sides)
-            error = point.peak - proposals[index].peak
-            fits, too_large = (index, too_large) if self.fits(point, limit) else (fits, index)
-        if fits >= 0:
+            expected = [point for point in between if takes_at_most(limit - error, point)]
+            proposal = expected[-1] if expected else between[0]
+            if fitting and fitting[0].time_ratio - proposal.time_ratio < WORTH:
+                break
+            point = self.judge.judged(proposal, sides)
+            error = point.peak - proposal.peak
+            if self.fits(point, limit):
+                fitting = proposal, point
+            else:
+                too_large = proposal.peak
+        if fitting is not None:
             # seconds are judged, too: another one may be faster than the costs of its steps say
-            judged = [self.judge.judged(proposals[fits], sides), *self.judge.fitting(limit, sides)]
+            judged = [fitting[1], *self.judge.fitting(limit, sides)]
             allowed = (point for point in judged if self.fits(point, limit))
             return min(allowed, key=attrgetter("time_ratio", "peak"))
         lowest = self.lowest(sides)
@@ -102,7 +110,8 @@ class StepPlanner:
 
     def lowest(self, sides: Sides = ()) -> Point:
         """Returns the plan of the least peak; which of the lowest it is, only judging tells."""
-        return self._lowest_of([*self._proposed[:LOWEST], self.proposals.smallest], sides)
+        lowest = self._around(lambda _: False)[:LOWEST]
+        return self._lowest_of([*lowest, self.proposals.smallest], sides)
 
     def _lowest_of(self, proposals: Sequence[Point], sides: Sides = ()) -> Point:
         """Returns the judged plan of the least peak; the baseline is one, too.
@@ -122,7 +131,9 @@ class StepPlanner:
         judged, share = [self.baseline], 1.0
         for _ in range(LOWEST):
             # the engine recomputes less than the costs of the steps say, by a share like the last
-            within = [p for p in self._proposed if 1 + share * (p.time_ratio - 1) <= time_ratio]
+            most = 1 + (time_ratio - 1) / share if share else math.inf
+            near = self._around(functools.partial(_is_slower, most))
+            within = [point for point in near if point.time_ratio <= most]
             known = {(point.plan, point.offloads) for point in judged}
             left = [p for p in within if (p.plan, p.offloads) not in known]
             if not left:
@@ -141,15 +152,21 @@ class StepPlanner:
         """
         if budget is None:
             return [self.roomy(chosen)]
-        plans = list[RoomyPlan]()
         proposal = self.step.point(chosen.plan, offloads=chosen.offloads)
         error = chosen.peak - proposal.peak
-        slower = (p for p in reversed(self._proposed) if p.time_ratio > proposal.time_ratio)
-        others = (replace(point, peak=point.peak + error) for point in slower)
-        for point in (chosen, *others):
-            room = self.room(point, budget)
-            if room >= (plans[-1].room * ROOMIER if plans else 1):
-                plans.append(self.roomy(point)._replace(room=room))
+        plans = [self.roomy(chosen)._replace(room=self.room(chosen, budget))]
+
+        def is_roomier(point: Point) -> bool:
+            expected = replace(point, peak=point.peak + error)
+            return self.room(expected, budget) >= plans[-1].room * ROOMIER
+
+        def slower() -> list[Point]:
+            near = self._around(is_roomier)
+            return [p for p in near if p.time_ratio > proposal.time_ratio and is_roomier(p)]
+
+        while others := slower():
+            point = replace(others[-1], peak=others[-1].peak + error)
+            plans.append(self.roomy(point)._replace(room=self.room(point, budget)))
         return plans
 
     def room(self, point: Point, budget: int) -> float:
@@ -251,7 +268,7 @@ class StepPlanner:
     def points(self) -> list[Point]:
         """The best of the judged plans by rising peak and falling time, as many as are shown."""
         with shown(self.step.title):
-            return self._judged_best(self._proposed)
+            return self._judged_best(self._proposed(lambda: self.proposals.best))
 
     def _judged_best(self, proposals: Sequence[Point]) -> list[Point]:
         found: list[Point] = []
@@ -264,11 +281,14 @@ class StepPlanner:
             raise self._interrupted(best_of(found)) from None
         return best_of(found)
 
-    @property
-    def _proposed(self) -> list[Point]:
-        """The best plans by the costs of the steps; an interrupt has judged ones."""
+    def _around(self, fits: Callable[[Point], bool]) -> list[Point]:
+        """Returns the best plans by the costs of the steps, those around the last that fits."""
+        return self._proposed(lambda: self.proposals.around(fits))
+
+    def _proposed(self, propose: Callable[[], list[Point]]) -> list[Point]:
+        """Returns what is proposed; an interrupt has judged plans."""
         try:
-            return self.proposals.best
+            return propose()
         except Interrupted as error:
             raise self._interrupted(self._judged_best(error.found)) from None
 
@@ -347,3 +367,12 @@ def free_on(device: torch.device) -> int:
             "for them"
         )
     return free_bytes(device)
+
+
+def takes_at_most(peak: int, point: Point) -> bool:
+    """Returns whether a plan keeps to so many bytes."""
+    return point.peak <= peak
+
+
+def _is_slower(time_ratio: float, point: Point) -> bool:
+    return point.time_ratio > time_ratio

@@ -26,7 +26,7 @@ from zoo.planner.costs import LEAST_OFFLOADED, simulate
 from zoo.planner.event_costs import Outline
 from zoo.planner.least_memory import least_memory
 from zoo.planner.plan import Plan, RoomyPlan
-from zoo.policy.budget import StepPlanner
+from zoo.policy.budget import StepPlanner, takes_at_most
 from zoo.policy.goal import Goal
 from zoo.policy.judge import OUTSIDE, Sides
 from zoo.policy.proposals import Proposals
@@ -204,8 +204,9 @@ def _known_plan(
             continue
         best, error = quick.time_ratio, point.peak - quick.peak
         if best > SLOWER:
-            proposals = Proposals(estimated, goal.offload).best
-            within = (p.time_ratio for p in proposals if p.peak + error <= limit)
+            proposals = Proposals(estimated, goal.offload)
+            near = proposals.around(functools.partial(takes_at_most, limit - error))
+            within = (p.time_ratio for p in near if takes_at_most(limit - error, p))
             best = min(within, default=best)
         if quick.time_ratio > SLOWER * best:
             return None

@@ -4,13 +4,14 @@ With offloading they are those that are the best without, the schemes and equal 
 each with nothing and with several sets of its items on the host (`planner.offload_choices`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
 from zoo.errors import Interrupted
 from zoo.planner import schemes
-from zoo.planner.costs import computed_once
+from zoo.planner.costs import Simulation, computed_once
 from zoo.planner.least_memory import least_memory
 from zoo.planner.offload_choices import COUNT, choices
 from zoo.planner.plan import Item, Plan, falling, first_step, thinned
@@ -32,6 +33,13 @@ class Proposals:
 
     def __init__(self, step: CountedStep, offload: Offload) -> None:
         self.step, self.offload = step, offload
+        self._points: dict[Plan, Point] = {}
+
+    @computed_once
+    def _search(self) -> Any:
+        """The search for the best plans without offloading."""
+        with shown(self.step.title):
+            return optimal_planner().PlanSearch(self.step.costs_with_gradients, each=each)
 
     @computed_once
     def best(self) -> list[Point]:
@@ -43,8 +51,7 @@ class Proposals:
         found: list[Point] = []
         with shown(self.step.title):
             try:
-                costs = self.step.costs_with_gradients
-                found += self._without_offloading(optimal_planner().frontier(costs, each=each))
+                found += self._without_offloading(self._search.all())
                 if self.step.training.forwards > 1:
                     found += [self.step.point(self._in_a_segment(p.plan)) for p in found]
                 if self.offload.is_on:
@@ -59,6 +66,23 @@ class Proposals:
                 raise Interrupted("interrupted", best_of(found)) from None
         return best_of(found)
 
+    def around(self, fits: Callable[[Point], bool]) -> list[Point]:
+        """Returns plans by rising peak and falling time: the best near the last one that fits.
+
+        `fits` holds for low peaks. Where others count, too, these are all of the best ones.
+
+        Raises:
+            Interrupted: as `best` does.
+        """
+        if "best" in vars(self) or self.offload.is_on or self.step.training.forwards > 1:
+            return self.best
+        try:
+            plans = self._search.around(lambda plan: fits(self._point(*plan)))
+        except Interrupted as error:
+            best = best_of(self._without_offloading(error.found))
+            raise Interrupted("interrupted", best) from None
+        return best_of(self._without_offloading(plans))
+
     def _in_a_segment(self, plan: Plan) -> Plan:
         """Returns a plan by which the whole forward runs again, and then by this one.
 
@@ -70,8 +94,9 @@ class Proposals:
 
     @property
     def lowest(self) -> list[Point]:
-        """The best plans by rising peak if they are known, else the one of least peak."""
-        return self.best if "best" in vars(self) else [self.smallest]
+        """The lowest of the best plans by rising peak if there is a search, else the least one."""
+        has_searched = {"best", "_search"} & vars(self).keys()
+        return self.around(lambda _: False) if has_searched else [self.smallest]
 
     @computed_once
     def smallest(self) -> Point:
@@ -117,9 +142,16 @@ class Proposals:
         return [point for point in points if self.offload.allows(point.offloaded)]
 
     def _without_offloading(self, simulated: Sequence[Any]) -> list[Point]:
-        results = dict(simulated)
-        plans = dict.fromkeys(_loss_kept(plan, self.step.steps) for plan in results)
-        return [self.step.point(plan, result=results.get(plan)) for plan in plans]
+        points = itertools.starmap(self._point, simulated)
+        return list({point.plan: point for point in points}.values())
+
+    def _point(self, plan: Plan, result: Simulation) -> Point:
+        """Returns a plan that was found, with a loss that is kept."""
+        if plan not in self._points:
+            kept = _loss_kept(plan, self.step.steps)
+            known = result if kept is plan else None
+            self._points[plan] = self.step.point(kept, result=known)
+        return self._points[plan]
 
     def _offloaded(self, best: Sequence[Plan]) -> Iterator[Point]:
         """Yields plans with items on the host, as many as can be simulated in seconds.
