@@ -188,30 +188,31 @@ class RoomyPlan(NamedTuple):
     """A plan, and how many times as large tensors may get until it breaks a budget in bytes.
 
     `offloads`: the first steps of the items that the host holds. A plan that `leaves_autocast` is
-    for steps whose backward runs outside of the autocast that is around the forward. Beside what no
-    plan changes a step takes `takes` bytes at its peak, and `holds` between forward and backward.
+    for steps whose backward runs outside of the autocast that is around the forward. A step takes
+    `peak` bytes, if that is known, and `holds` some between forward and backward, beside what no
+    plan changes.
     """
 
     plan: Plan
     room: float = math.inf
     offloads: frozenset[int] = frozenset()
     leaves_autocast: bool = False
-    takes: int = 0
+    peak: int = 0
     holds: int = 0
 
     @property
     def text(self) -> str:
         """A line of text."""
         offloads = json.dumps(sorted(self.offloads), separators=(",", ":"))
-        numbers = f"{self.room!r} {self.leaves_autocast:d} {self.takes} {self.holds}"
+        numbers = f"{self.room!r} {self.leaves_autocast:d} {self.peak} {self.holds}"
         return f"{numbers} {offloads} {self.plan.text()}"
 
     @classmethod
     def parse(cls, text: str) -> "RoomyPlan":
         """Reads a line of text."""
-        room, leaves, takes, holds, offloads, plan = text.split(maxsplit=5)
+        room, leaves, peak, holds, offloads, plan = text.split(maxsplit=5)
         steps = frozenset(json.loads(offloads))
-        return cls(Plan.parse(plan), float(room), steps, leaves == "1", int(takes), int(holds))
+        return cls(Plan.parse(plan), float(room), steps, leaves == "1", int(peak), int(holds))
 
 
 def indices(item: Item) -> Iterator[int]:

@@ -191,7 +191,7 @@ class StepPlanner:
         return RoomyPlan(
             plan,
             offloads=frozenset(point.offloads),
-            takes=point.peak - step.fixed.beside_activations,
+            peak=point.peak,
             holds=between + step.inputs_held,
         )
 

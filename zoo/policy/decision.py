@@ -29,7 +29,7 @@ from zoo.planner.plan import Plan, RoomyPlan
 from zoo.policy.budget import StepPlanner, takes_at_most
 from zoo.policy.goal import Goal
 from zoo.policy.judge import OUTSIDE, Sides
-from zoo.policy.proposals import Proposals
+from zoo.policy.proposals import ROUGH, Proposals
 from zoo.policy.training_step import CountedStep, TrainingStep, without_optimizer
 from zoo.profiling.kernel_costs import is_of_kind
 from zoo.profiling.optimizer_memory import OptimizerBytes
@@ -155,7 +155,8 @@ def _with_room(goal: Goal, step: CountedStep, chosen: RoomyPlan) -> list[RoomyPl
             "zoo.checkpoint(model, memory_budget=...) does so for each size that comes",
             report.budget,
         )
-    return [chosen._replace(room=(report.budget - still) / grows if grows else math.inf)]
+    room = (report.budget - still) / grows if grows else math.inf
+    return [chosen._replace(room=room, peak=still + grows)]
 
 
 def _within_budget(
@@ -204,7 +205,7 @@ def _known_plan(
             continue
         best, error = quick.time_ratio, point.peak - quick.peak
         if best > SLOWER:
-            proposals = Proposals(estimated, goal.offload)
+            proposals = Proposals(estimated, goal.offload, ROUGH)
             near = proposals.around(functools.partial(takes_at_most, limit - error))
             within = (p.time_ratio for p in near if takes_at_most(limit - error, p))
             best = min(within, default=best)

@@ -20,6 +20,8 @@ from zoo.policy.plan_report import Point
 from zoo.policy.training_step import CountedStep
 from zoo.profiling.progress import each, shown
 
+# amounts of memory in a search for a plan, and in one that tells how good a known plan is
+LEVELS, ROUGH = 500, 100
 # the most plans of a kind in `trades`, since callers track a whole step for each
 MOST = 10
 # the deepest nesting of such a plan: with 150 levels single steps are recomputed 11,000 times
@@ -29,17 +31,21 @@ SIMULATED_STEPS = 300_000
 
 
 class Proposals:
-    """Plans of a step and its loss, with what they take by the costs of the steps."""
+    """Plans of a step and its loss, with what they take by the costs of the steps.
 
-    def __init__(self, step: CountedStep, offload: Offload) -> None:
-        self.step, self.offload = step, offload
+    `levels`: amounts of memory for which the search has the least time, as in `PlanSearch`.
+    """
+
+    def __init__(self, step: CountedStep, offload: Offload, levels: int = LEVELS) -> None:
+        self.step, self.offload, self.levels = step, offload, levels
         self._points: dict[Plan, Point] = {}
 
     @computed_once
     def _search(self) -> Any:
         """The search for the best plans without offloading."""
         with shown(self.step.title):
-            return optimal_planner().PlanSearch(self.step.costs_with_gradients, each=each)
+            costs = self.step.costs_with_gradients
+            return optimal_planner().PlanSearch(costs, levels=self.levels, each=each)
 
     @computed_once
     def best(self) -> list[Point]:

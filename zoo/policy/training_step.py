@@ -84,6 +84,7 @@ class TrainingStep:
         forwards: how many forwards of the model run before the backward.
         others: bytes that other models hold through the step; `buckets`: those of DDP's.
         foreign: bytes of other parameters that the optimizer holds, some of which may be theirs.
+        unseen: bytes that a step has taken beside those that were predicted.
         after: bytes that other models take at most between this one's forwards and backward.
         device: a device that is not here, for estimates by its peak rates; None for the model's.
     """
@@ -97,6 +98,7 @@ class TrainingStep:
     others: int = 0
     buckets: int = 0
     foreign: int = 0
+    unseen: int = 0
     after: int = 0
     device: str | None = None
 
@@ -173,15 +175,20 @@ class TrainingStep:
     @property
     def beside(self) -> int:
         """Bytes that others than the model and its inputs hold."""
-        return max(self.others, self.foreign) + self.buckets
+        return max(self.others, self.foreign) + self.buckets + self.unseen
 
     @property
     def names(self) -> tuple[str, ...]:
         """The step as text, the same in all processes of a group."""
         parts = self.optimizer, self.loss
         named = (part if isinstance(part, str) else _name(part) for part in parts)
-        numbers = self.forwards, self.others, self.buckets, self.foreign, self.after
-        return (*named, str(self.accumulates), str(self.holds_outputs), *map(str, numbers))
+        held = self.others, self.buckets, self.foreign, self.unseen, self.after
+        return (
+            *named,
+            str(self.accumulates),
+            str(self.holds_outputs),
+            *map(str, (self.forwards, *held)),
+        )
 
 
 def _name(value: object) -> str:

@@ -19,11 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from zoo._torch import is_graph_kept
+from zoo.engine.devices import counts_memory, peak as most_in_use
 from zoo.engine.saved_tensors import warn_of_graph
-from zoo.invocation import weights_of
+from zoo.invocation import device_of, weights_of
 
 # the steps of which all ran fewer forwards than were planned for, before fewer are
 STEPS = 16
+# how many steps by new plans are looked at: from the second one on the optimizer has its state
+LOOKS = 3
 # what others hold counts in such parts of a budget, and less is noticed by so many of them
 PARTS, MANY = 256, 16
 
@@ -42,14 +45,23 @@ class PendingForwards:
 
     Attributes:
         budget: of the model, in bytes; 0 for none, such as a share of its own baseline.
+        limit: the bytes that its steps may take: its budget, or that of a report.
         resident: bytes of the model's parameters and buffers, and of the optimizer's state.
         after: the least bytes that others can take between its forward and its backward, where
             their budgets would not be kept else.
+        looks: of how many more forwards the steps are looked at, where the device counts its
+            memory.
+        most_before: the most bytes in use on the device before the last forward; -1 unless it is
+            looked at.
+        unseen: bytes that no plan has counted, and a step has taken.
     """
 
-    def __init__(self, model: nn.Module, budget: int) -> None:
-        self.budget = budget
-        self.resident = self.after = 0
+    def __init__(self, model: nn.Module, budget: int, limit: int) -> None:
+        self.budget, self.limit = budget, limit
+        self.resident = self.after = self.unseen = 0
+        device = device_of(model)
+        self._device = device if counts_memory(device) else None
+        self.looks, self.most_before = LOOKS, -1
         self._model = weakref.ref(model)
         self._tokens: list[weakref.ref[_Waiting]] = []
         # forwards of this step, and of those before; the bytes of others likewise
@@ -98,6 +110,19 @@ class PendingForwards:
             node.register_prehook(_Forgetting(self, token))
         if nodes:
             self._tokens.append(weakref.ref(token))
+
+    def note_most_before(self) -> None:
+        """Notes the most bytes in use before a forward, if its step is looked at."""
+        self.most_before = -1
+        if self.looks and self.limit and self._device is not None:
+            self.looks -= 1
+            self.most_before = most_in_use(self._device)
+
+    def most_since(self, before: int) -> int | None:
+        """Returns the most bytes in use since there were so many at most; None if that is it."""
+        assert self._device is not None, "it has told the bytes before"
+        most = most_in_use(self._device)
+        return most if most > before else None
 
     def forget(self, token: _Waiting) -> None:
         """Notes that the backward of a forward begins."""

@@ -44,6 +44,7 @@ from zoo._torch import (
     compiler_callback,
     is_exporting,
     is_profiling,
+    queue_callback,
     sequence_number,
 )
 from zoo.engine.host_memory import HostMemory
@@ -83,10 +84,10 @@ from zoo.tracing.isolated_trace import (
     step_trace_of,
 )
 from zoo.tracing.partition import partition, paths_of
-from zoo.tracing.pending_forwards import PendingForwards
+from zoo.tracing.pending_forwards import LOOKS, PendingForwards
 from zoo.tracing.plan_cache import EAGER, InputKind, LastForward, PlanCache
 from zoo.tracing.switches import check_switches
-from zoo.units import format_bytes
+from zoo.units import exact_bytes, format_bytes
 
 # the fewest bytes of an output of which a warning says that a variable holds it
 LEAST_HELD = 1 << 20
@@ -312,6 +313,8 @@ class PatchedForward(Patch):
         if pending is not None:
             held = 0 if self.latest is None else self.latest.holds
             pending.add(tensors_held_by(outputs), held)
+            if pending.most_before >= 0 and self.latest is not None:
+                self._watch_taken(pending, outputs, self.latest.peak)
         # a backward inside may follow ones outside; a plan for inside fits both
         if self.leaves_autocast is not False and self.goal.is_bounded and caches_casts():
             self._watch_autocast(outputs)
@@ -323,7 +326,8 @@ class PatchedForward(Patch):
         if self.pending is None and self.goal.is_for_bytes:
             budget = self.goal.memory_budget
             in_bytes = budget if isinstance(budget, int) else 0
-            self.pending = PendingForwards(self.module(), in_bytes)
+            of_report = 0 if self.goal.report is None else self.goal.report.budget or 0
+            self.pending = PendingForwards(self.module(), in_bytes, in_bytes or of_report)
         return self.pending
 
     def _update_training(self, pending: PendingForwards) -> None:
@@ -345,7 +349,7 @@ class PatchedForward(Patch):
             return
         found = replace(training, forwards=pending.usual(training.forwards), after=pending.after)
         if pending.budget:
-            found = replace(found, others=pending.others(training.others))
+            found = replace(found, others=pending.others(training.others), unseen=pending.unseen)
         found = found.in_data_parallel(self.module())
         if found != training:
             self.training, self.cache = found, self._new_cache()
@@ -355,6 +359,36 @@ class PatchedForward(Patch):
                     "%s: planned again, since a step holds other memory than before",
                     self.notices.name,
                 )
+
+    def _watch_taken(self, pending: PendingForwards, outputs: PyTree, predicted: int) -> None:
+        """Has the end of the backward compare what the step has taken with what was predicted."""
+        known = pending.most_before, pending.unseen, predicted
+        compare = functools.partial(self._note_taken, *known)
+        for output in tensors_held_by(outputs):
+            if output.grad_fn is not None:
+                output.grad_fn.register_prehook(lambda _: queue_callback(compare))
+
+    def _note_taken(self, before: int, unseen: int, predicted: int) -> None:
+        """Warns if a step took more than its budget; the next ones are planned for what is left."""
+        pending = self.pending
+        taken = None if pending is None else pending.most_since(before)
+        # of a plan that breaks the budget a warning was logged
+        if taken is None or pending is None or not predicted <= pending.limit < taken:
+            return
+        pending.unseen = unseen + taken - predicted
+        then = "The next steps are planned for what is left"
+        if not pending.budget:
+            then = "zoo.checkpoint(model, memory_budget=...) plans the next steps for what is left"
+        self.notices.warn(
+            "taken",
+            "a training step of %s took %s, and its budget is %s: %s were predicted, and not what "
+            "was not known ahead, such as tensors that the training loop holds, or other models. "
+            "%s",
+            exact_bytes(taken),
+            exact_bytes(pending.limit),
+            exact_bytes(predicted),
+            then,
+        )
 
     def _watch_autocast(self, outputs: PyTree) -> None:
         """Has the backward tell whether it runs inside of an autocast, which holds casts then."""
@@ -415,6 +449,8 @@ class PatchedForward(Patch):
                 # block by block: this forward gives lazy parameters their sizes
                 return Conductor([], host=self.host).run(lambda: invocation.on(forward))
         self._prepare(invocation, kind, spec, forward)
+        if self.pending is not None:
+            self.pending.note_most_before()
         if self._is_to_be_planned(kind, spec) and not is_copy:
             return self._trace(invocation, spec, kind)
         if is_copy and not kind.branches:
@@ -672,6 +708,8 @@ class PatchedForward(Patch):
         outline, plans = without_modes(self._plans_for, traced, known)
         cuts, visits = outline.cuts[: len(outline)], trace.events.visits
         has_backward = trace.events.has_backward
+        if self.pending is not None:
+            self.pending.looks = LOOKS
         branches = [
             PlannedBranch(
                 operators,
@@ -683,6 +721,7 @@ class PatchedForward(Patch):
                 one.offloads,
                 has_backward,
                 one.holds,
+                one.peak,
             )
             for one in plans
         ]
@@ -748,15 +787,15 @@ class PatchedForward(Patch):
         if self.goal.is_bounded:
             self.counted = spec.structure, step.optimizer_bytes
         if self.pending is not None and self.pending.budget:
-            fixed, takes = step.fixed, plans[0].takes
+            fixed, peak = step.fixed, plans[0].peak
             self.pending.resident = fixed.parameters + fixed.buffers + fixed.optimizer
-            if fixed.beside_activations + takes > self.pending.budget:
-                self.pending.require_room(takes)
+            if peak > self.pending.budget:
+                self.pending.require_room(peak - fixed.beside_activations)
         return outline, plans
 
     def _plans(self, step: CountedStep, sides: Sides) -> Sequence[RoomyPlan]:
         # what others hold may be less in the next step
-        may_break = self.has_run or self.training.others > 0
+        may_break = self.has_run or self.training.beside > 0
         return plans_for(self.goal, step, sides, has_run=may_break)
 
 
