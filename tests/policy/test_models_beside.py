@@ -97,6 +97,37 @@ def test_models_of_one_step_keep_to_the_budget_together_by_the_third_step(
     assert_same(everything(planned.models), everything(plain.models))
 
 
+@pytest.mark.parametrize("share", [0.8, 0.7])
+def test_casts_of_one_model_count_while_another_runs_in_the_same_autocast(share: float) -> None:
+    """Weights are large here, and autocast holds their casts until it is left."""
+    x = torch.rand(512, 128)
+
+    def wide(seed: int) -> nn.Sequential:
+        torch.manual_seed(seed)
+        layers = (
+            nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(4)
+        )
+        return nn.Sequential(*layers)
+
+    def step(models: nn.ModuleList) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            first, second = models
+            loss = second(first(x)).square().mean()
+        loss.backward()
+
+    def peak(models: nn.ModuleList) -> int:
+        return measure_step(lambda: step(models), models, None, [x]).peak
+
+    plain, planned = (nn.ModuleList([wide(0), wide(1)]) for _ in range(2))
+    budget = int(share * peak(plain))
+    zoo.checkpoint(planned, memory_budget=budget, optimizer="none")
+    for _ in range(3):
+        step(planned)
+        planned.zero_grad()
+    assert peak(planned) <= 1.001 * budget
+    assert_same(everything(planned), everything(plain))
+
+
 def test_a_list_of_models_gets_one_budget_and_different_ones_keep_to_the_least() -> None:
     plain = Training("in turns")
     plain.step()

@@ -101,7 +101,7 @@ class PlannedBranch:
         offloads: the steps of which the host holds, where offloading is on, what they save, or what
             the segment starts from that begins with them.
         has_backward: whether a backward runs within the forward.
-        holds: bytes that it holds until its backward.
+        holds: bytes that it holds until its backward; `casts`: until an autocast around it is left.
         peak: bytes at the peak of a step; 0 if they are not known.
         arrivals: where a forward by this plan was at each block, once known.
         forwards: how many began by this plan, if it recomputes nothing.
@@ -116,6 +116,7 @@ class PlannedBranch:
     offloads: frozenset[int] = frozenset()
     has_backward: bool = False
     holds: int = 0
+    casts: int = 0
     peak: int = 0
     arrivals: Sequence[Arrival] = ()
     forwards: int = 0

@@ -80,11 +80,15 @@ class OnHost(NamedTuple):
     bytes: int
 
 
+class AutocastLeft(NamedTuple):
+    """The forward and the loss are over, and an autocast around them is left, if there is one."""
+
+
 class ForwardEnd(NamedTuple):
-    """The forward and the loss are over."""
+    """The backward begins."""
 
 
-Row = OnHost | There | Made | Freed | Gradient | Ran | Returned | ForwardEnd
+Row = OnHost | There | Made | Freed | Gradient | Ran | Returned | AutocastLeft | ForwardEnd
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,7 @@ class StepBytes:
             no kernel of the forward reads after the peak.
         on_host: the most bytes on the host at a time.
         between_passes: made by the forward and there when the backward begins.
+        casts: of weights, beside these, which an autocast holds until it is left before.
         in_backward: the peak of the backward alone.
         activations: the peak without gradients of parameters.
         seconds, flops: of all kernels that are replayed.
@@ -160,6 +165,7 @@ class StepBytes:
     unread: int = 0
     on_host: int = 0
     between_passes: int = 0
+    casts: int = 0
     in_backward: int = 0
 
     @property
@@ -209,7 +215,7 @@ class _Walk:
         self.total = self.alive["gradients"]
         self.phase, self.operator = FORWARD, 0
         self.peak = self.activations = -1
-        self.between_passes = self.in_backward = 0
+        self.between_passes = self.casts = self.in_backward = 0
         # the row at which the peak is
         self.position = self.peak_at = 0
         self.at_peak: tuple[str, int, dict[str, int], int] = (FORWARD, 0, {**self.alive}, 0)
@@ -229,9 +235,12 @@ class _Walk:
         elif type(row) is There:
             # what takes its place counts, and this no longer
             self.sizes[row.storage], self.kinds[row.storage] = self.rounding(row.bytes), "kept"
+        elif type(row) is AutocastLeft:
+            self.casts = self.total
         elif type(row) is ForwardEnd:
             self.phase = BACKWARD
             self.between_passes = self.total - self.alive["gradients"]
+            self.casts = max(0, self.casts - self.total)
 
     def make(self, row: Made) -> None:
         kind = "recomputed" if row.is_replayed else "between"
@@ -311,6 +320,7 @@ class _Walk:
             unread=bytes_of(unread) if phase is FORWARD else 0,
             on_host=sum(row.bytes for row in self.log if type(row) is OnHost),
             between_passes=self.between_passes,
+            casts=self.casts,
             in_backward=self.in_backward,
         )
 

@@ -189,8 +189,8 @@ class RoomyPlan(NamedTuple):
 
     `offloads`: the first steps of the items that the host holds. A plan that `leaves_autocast` is
     for steps whose backward runs outside of the autocast that is around the forward. A step takes
-    `peak` bytes, if that is known, and `holds` some between forward and backward, beside what no
-    plan changes.
+    `peak` bytes, if that is known. Beside what no plan changes it `holds` some between forward and
+    backward, and `casts` of weights until it leaves an autocast around the forward.
     """
 
     plan: Plan
@@ -199,20 +199,21 @@ class RoomyPlan(NamedTuple):
     leaves_autocast: bool = False
     peak: int = 0
     holds: int = 0
+    casts: int = 0
 
     @property
     def text(self) -> str:
         """A line of text."""
         offloads = json.dumps(sorted(self.offloads), separators=(",", ":"))
-        numbers = f"{self.room!r} {self.leaves_autocast:d} {self.peak} {self.holds}"
+        numbers = f"{self.room!r} {self.leaves_autocast:d} {self.peak} {self.holds} {self.casts}"
         return f"{numbers} {offloads} {self.plan.text()}"
 
     @classmethod
     def parse(cls, text: str) -> "RoomyPlan":
         """Reads a line of text."""
-        room, leaves, peak, holds, offloads, plan = text.split(maxsplit=5)
+        room, leaves, *bytes_of, offloads, plan = text.split(maxsplit=6)
         steps = frozenset(json.loads(offloads))
-        return cls(Plan.parse(plan), float(room), steps, leaves == "1", int(peak), int(holds))
+        return cls(Plan.parse(plan), float(room), steps, leaves == "1", *map(int, bytes_of))
 
 
 def indices(item: Item) -> Iterator[int]:

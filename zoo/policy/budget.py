@@ -185,14 +185,15 @@ class StepPlanner:
         """Returns a plan of the model for tensors of any size."""
         step, plan = self.step, self.step.of_model(point).plan
         if self.judge.has_judged(point) and (taken := self.judge.judgement(plan, point.offloads)):
-            between = taken.between_passes
+            between, casts = taken.between_passes, taken.casts
         else:
-            between = step.simulate(point.plan, step.costs, point.offloads).between_passes
+            casts, between = 0, step.simulate(point.plan, step.costs, point.offloads).between_passes
         return RoomyPlan(
             plan,
             offloads=frozenset(point.offloads),
             peak=point.peak,
             holds=between + step.inputs_held,
+            casts=casts,
         )
 
     @property

@@ -26,7 +26,7 @@ from zoo.engine.tensor_state import detached
 from zoo.errors import ZooError
 from zoo.invocation import Invocation, kernel_device
 from zoo.loss import Loss
-from zoo.planner.dry_step import DryStep, OnHost, Row
+from zoo.planner.dry_step import AutocastLeft, DryStep, OnHost, Row
 from zoo.planner.step_events import StepEvents
 from zoo.profiling.cast_cache import CastCache, autocast_left, caches_casts
 from zoo.profiling.cudnn_recurrent import dropout_state_made
@@ -112,6 +112,7 @@ class DrySteps:
             del outputs, loss, tensors
             entered.enter_context(self.in_backward())
             if step.leaves_autocast:
+                ledger.note(AutocastLeft())
                 if self.is_forked:
                     torch.clear_autocast_cache()
                 elif casts is not None:

@@ -22,6 +22,7 @@ from zoo._torch import is_graph_kept
 from zoo.engine.devices import counts_memory, peak as most_in_use
 from zoo.engine.saved_tensors import warn_of_graph
 from zoo.invocation import device_of, weights_of
+from zoo.profiling.cast_cache import caches_casts
 
 # the steps of which all ran fewer forwards than were planned for, before fewer are
 STEPS = 16
@@ -32,12 +33,12 @@ PARTS, MANY = 256, 16
 
 
 class _Waiting:
-    """Held by the autograd nodes of a forward's outputs; `bytes` by its graph."""
+    """Held by the autograd nodes of a forward's outputs: bytes that its graph holds, and casts."""
 
-    __slots__ = ("__weakref__", "bytes")
+    __slots__ = ("__weakref__", "bytes", "casts")
 
-    def __init__(self, held: int) -> None:
-        self.bytes = held
+    def __init__(self, held: int, casts: int) -> None:
+        self.bytes, self.casts = held, casts
 
 
 class PendingForwards:
@@ -56,8 +57,8 @@ class PendingForwards:
         unseen: bytes that no plan has counted, and a step has taken.
     """
 
-    def __init__(self, model: nn.Module, budget: int, limit: int) -> None:
-        self.budget, self.limit = budget, limit
+    def __init__(self, model: nn.Module, budget: int, limit: int = 0) -> None:
+        self.budget, self.limit = budget, budget or limit
         self.resident = self.after = self.unseen = 0
         device = device_of(model)
         self._device = device if counts_memory(device) else None
@@ -102,9 +103,12 @@ class PendingForwards:
             self._step_began = self._began
         return running
 
-    def add(self, outputs: Iterable[Tensor], held: int) -> None:
-        """Notes the outputs of a forward that is over, and the bytes that its graph holds."""
-        token = _Waiting(held)
+    def add(self, outputs: Iterable[Tensor], held: int, casts: int = 0) -> None:
+        """Notes the outputs of a forward that is over, and the bytes that its graph holds.
+
+        An autocast around it holds `casts` of weights until it is left.
+        """
+        token = _Waiting(held, casts)
         nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
         for node in nodes:
             node.register_prehook(_Forgetting(self, token))
@@ -172,7 +176,8 @@ class PendingForwards:
 
     def held(self) -> int:
         """Returns the bytes that forwards hold which wait for their backward."""
-        return sum(token.bytes for token in self._waiting())
+        in_autocast = caches_casts()
+        return sum(token.bytes + token.casts * in_autocast for token in self._waiting())
 
     def _waiting(self) -> list[_Waiting]:
         alive = [token for reference in self._tokens if (token := reference()) is not None]

@@ -311,8 +311,8 @@ class PatchedForward(Patch):
         outputs = self._run_planned(invocation, forward, is_copy)
         self.has_run = True
         if pending is not None:
-            held = 0 if self.latest is None else self.latest.holds
-            pending.add(tensors_held_by(outputs), held)
+            held, casts = (self.latest.holds, self.latest.casts) if self.latest else (0, 0)
+            pending.add(tensors_held_by(outputs), held, casts)
             if pending.most_before >= 0 and self.latest is not None:
                 self._watch_taken(pending, outputs, self.latest.peak)
         # a backward inside may follow ones outside; a plan for inside fits both
@@ -327,7 +327,7 @@ class PatchedForward(Patch):
             budget = self.goal.memory_budget
             in_bytes = budget if isinstance(budget, int) else 0
             of_report = 0 if self.goal.report is None else self.goal.report.budget or 0
-            self.pending = PendingForwards(self.module(), in_bytes, in_bytes or of_report)
+            self.pending = PendingForwards(self.module(), in_bytes, of_report)
         return self.pending
 
     def _update_training(self, pending: PendingForwards) -> None:
@@ -721,6 +721,7 @@ class PatchedForward(Patch):
                 one.offloads,
                 has_backward,
                 one.holds,
+                one.casts,
                 one.peak,
             )
             for one in plans
