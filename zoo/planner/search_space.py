@@ -40,7 +40,7 @@ from zoo.planner.costs import StepCosts
 
 Storages = frozenset[int]
 FLAT = 150  # the most steps of which every state is a cut
-FEW = 128  # so few cuts get others added
+FEW = 64  # so few cuts get others added
 MANY = 400  # the most cuts; segments nest about as deep, and plans to `planner.plan.DEEPEST`
 # the most entries of a search space of default cuts, and the most storages that its rows name
 ENTRIES, STORAGES = 10**6, 5 * 10**6
