@@ -286,9 +286,9 @@ class Potential(nn.Module):
 class Checkpointed(nn.Module):
     """Has a block that `torch.utils.checkpoint` recomputes."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 96) -> None:
         super().__init__()
-        self.first, self.last = linears(2, 96), linears(2, 96)
+        self.first, self.last = linears(2, width), linears(2, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(checkpoint(self.first, x, use_reentrant=False))  # type: ignore[no-any-return]
@@ -391,6 +391,8 @@ OWN: dict[str, Callable[[], Program]] = {
     "autocast": lambda: Program(attention(), (torch.rand(8, 64, 64),), around=HALF),
     "autocast of convolutions": lambda: Program(residuals(2), image(8, 32), around=HALF),
     "torch's checkpoint": lambda: Program(Checkpointed(), (torch.rand(6000, 96),)),
+    # small, so that the random states that it keeps matter
+    "states of torch's checkpoint": lambda: Program(Checkpointed(16), (torch.rand(2000, 16),)),
     "accumulated": lambda: Program(
         linears(5, 192), (torch.rand(600, 192),), options={"accumulates": True}
     ),
