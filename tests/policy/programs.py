@@ -1,163 +1,27 @@
 """Training steps of many kinds of small models, what a plan predicts for them and what they take.
 
-    python -m tests.policy.programs              # predicted and taken, for some plans of each
-    python -m tests.policy.programs gpt2 bert    # of some
-
-A step is counted in its steady state: with what the step before has left in the model, in the
-optimizer and in gradients that are accumulated.
+python -m tests.policy.programs              # predicted and taken, for some plans of each
+python -m tests.policy.programs gpt2 bert    # of some
 """
 
 import contextlib
 import functools
-import importlib
-import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-import zoo
+from tests.policy.trained import Program, image, labelled, library, own_loss, words
+from tests.policy.variants import ENCODER, HEADS, VARIANTS
 from tests.traces import tracing_once
-from zoo.api.plan import planner_for
-from zoo.engine import devices
 from zoo.planner.plan import Plan
 from zoo.policy.budget import StepPlanner
-from zoo.profiling.tensor_spec import storages_of, tensors_in
-
-# bytes of an allocation between two steps; no program makes one of this size
-MARK = 40009
-
-sgd = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
-
-
-def mean_square(outputs: Any) -> Tensor:
-    """Returns a loss of all tensors that a model returns."""
-    leaves = (leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor))
-    return sum((leaf.float().square().mean() for leaf in leaves), torch.zeros(()))
-
-
-def own_loss(outputs: Any) -> Tensor:
-    """Returns the loss of a model that gets its labels."""
-    return outputs["loss"]  # type: ignore[no-any-return]
-
-
-@dataclass
-class Program:
-    """A model, and how it is trained.
-
-    Attributes:
-        inputs: arguments in a tuple, or keyword arguments in a dict.
-        around: makes what the forward and the loss are inside of, such as autocast.
-        options: those of the planner.
-    """
-
-    model: nn.Module
-    inputs: tuple[Any, ...] | Mapping[str, Any]
-    loss: Callable[[Any], Tensor] = mean_square
-    around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @functools.cached_property
-    def planner(self) -> StepPlanner:
-        """What plans the step; all kernels take the same time, so that each run has its plans."""
-        with self.around():
-            planner = planner_for(
-                self.model,
-                self.inputs,  # type: ignore[arg-type]
-                loss=self.loss,
-                optimizer=sgd,
-                measured=False,
-                **self.options,
-            )
-            kernels = planner.step.profile.kernels(timed=False)
-        same = [None if cost is None else cost._replace(seconds=1e-3) for cost in kernels]
-        return StepPlanner(planner.step.with_kernels(same), planner.offload)
-
-    @functools.cached_property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of the model, which may step in the backward."""
-        optimizer = sgd(self.model.parameters())
-        if self.options.get("optimizer_in_backward"):
-            zoo.optimizer_in_backward(self.model, optimizer)
-        return optimizer
-
-    def step(self) -> None:
-        """Trains a step, in which variables hold the outputs and the loss."""
-        if not self.options.get("accumulates"):
-            self.optimizer.zero_grad()
-        with self.around():
-            if isinstance(self.inputs, tuple):
-                outputs = self.model(*self.inputs)
-            else:
-                outputs = self.model(**self.inputs)
-            loss = self.loss(outputs)
-        if self.options.get("holds_outputs") is False:
-            del outputs
-        loss.backward()
-        self.optimizer.step()
-
-    def predicted(self, plan: Plan) -> int:
-        """Returns the bytes of a step's peak by a plan of the model, from a dry step."""
-        assert self.planner.judge.judgement(plan) is not None
-        return self.planner.point(plan).peak
-
-    def taken(self, plan: Plan) -> int:
-        """Puts a plan in force and returns the bytes that the third step takes at its peak."""
-        zoo.checkpoint(self.model, plan)
-        self.step()
-        if not self.options.get("accumulates"):
-            self.optimizer.zero_grad()
-        before = self._resident()
-        with devices.cpu_events() as events:
-            self.step()
-            torch.empty(MARK, dtype=torch.uint8)
-            self.step()
-        after = self._resident()
-        # the frees of what was there before are no events
-        there = sum(size.nbytes() for key, size in before.items() if key in after)
-        return there + peak_behind_mark([size for _, _, size in events])
-
-    def _resident(self) -> dict[int, UntypedStorage]:
-        """Returns the storages that are there between steps, of which events may not tell."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        targets = getattr(self.loss, "keywords", {})
-        owned = *self.model.parameters(), *self.model.buffers(), *gradients
-        given = tensors_in((self.optimizer.state, self.inputs, targets))
-        return {s._cdata: s for tensor in (*owned, *given) for s in storages_of(tensor)}
-
-
-def peak_behind_mark(sizes: Sequence[int]) -> int:
-    """Returns the most bytes at a time behind the mark, of all those that the events are of."""
-    totals = [*itertools.accumulate(sizes)]
-    return max(totals[sizes.index(MARK) + 2 :])
-
-
-def library(name: str) -> Any:
-    """Imports a library that may be missing."""
-    return importlib.import_module(name)
-
-
-def image(batch: int, size: int, channels: int = 3) -> tuple[Tensor]:
-    return (torch.rand(batch, channels, size, size),)
-
-
-def words(batch: int, length: int, vocabulary: int = 500) -> Tensor:
-    return torch.randint(5, vocabulary, (batch, length))
-
-
-def labelled(batch: int, length: int) -> dict[str, Tensor]:
-    tokens = words(batch, length)
-    return {"input_ids": tokens, "labels": tokens}
-
 
 # ---- models of this file
 
@@ -422,9 +286,9 @@ class Potential(nn.Module):
 class Checkpointed(nn.Module):
     """Has a block that `torch.utils.checkpoint` recomputes."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 96) -> None:
         super().__init__()
-        self.first, self.last = linears(2, 96), linears(2, 96)
+        self.first, self.last = linears(2, width), linears(2, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(checkpoint(self.first, x, use_reentrant=False))  # type: ignore[no-any-return]
@@ -527,6 +391,8 @@ OWN: dict[str, Callable[[], Program]] = {
     "autocast": lambda: Program(attention(), (torch.rand(8, 64, 64),), around=HALF),
     "autocast of convolutions": lambda: Program(residuals(2), image(8, 32), around=HALF),
     "torch's checkpoint": lambda: Program(Checkpointed(), (torch.rand(6000, 96),)),
+    # small, so that the random states that it keeps matter
+    "states of torch's checkpoint": lambda: Program(Checkpointed(16), (torch.rand(2000, 16),)),
     "accumulated": lambda: Program(
         linears(5, 192), (torch.rand(600, 192),), options={"accumulates": True}
     ),
@@ -602,9 +468,6 @@ def from_monai(name: str, **settings: Any) -> Callable[[], Program]:
     return build
 
 
-ENCODER = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
-HEADS = {"num_attention_heads": 4}
-
 LIBRARIES: dict[str, Callable[[], Program]] = {
     "torchvision resnet": resnet,
     "torchvision mobilenet": mobilenet,
@@ -653,14 +516,6 @@ LIBRARIES: dict[str, Callable[[], Program]] = {
         "GPT2LMHeadModel", "GPT2Config", n_embd=64, n_layer=2, n_head=4, bos_token_id=0,
         eos_token_id=1,
     ),
-    "transformers bert": from_transformers("BertForMaskedLM", "BertConfig", **ENCODER, **HEADS),
-    "transformers llama": from_transformers(
-        "LlamaForCausalLM", "LlamaConfig", **ENCODER, **HEADS, num_key_value_heads=2
-    ),
-    "transformers t5": from_transformers(
-        "T5ForConditionalGeneration", "T5Config", d_model=64, d_kv=16, d_ff=128, num_layers=1,
-        num_heads=4, decoder_start_token_id=0,
-    ),
     "transformers bart": from_transformers(
         "BartForConditionalGeneration", "BartConfig", d_model=64, encoder_layers=1,
         decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=128,
@@ -668,9 +523,6 @@ LIBRARIES: dict[str, Callable[[], Program]] = {
     ),
     "transformers distilbert": from_transformers(
         "DistilBertForMaskedLM", "DistilBertConfig", dim=64, n_layers=2, n_heads=4, hidden_dim=128
-    ),
-    "transformers qwen2": from_transformers(
-        "Qwen2ForCausalLM", "Qwen2Config", **ENCODER, **HEADS, num_key_value_heads=2
     ),
     "transformers opt": from_transformers(
         "OPTForCausalLM", "OPTConfig", hidden_size=64, num_hidden_layers=2, ffn_dim=128, **HEADS,
@@ -695,7 +547,7 @@ LIBRARIES: dict[str, Callable[[], Program]] = {
     ),
 }  # fmt: skip
 
-PROGRAMS = {**OWN, **LIBRARIES}
+PROGRAMS = {**OWN, **LIBRARIES, **VARIANTS}
 
 # programs that take less than is predicted, and why
 OVERESTIMATED: dict[str, tuple[Callable[[], Program], str]] = {

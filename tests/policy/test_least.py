@@ -1,5 +1,6 @@
 """`checkpoint=True` takes no more of the allocator than any other option, gradients included."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 import zoo
 from tests.training import images
 from zoo.api.checkpoint import checkpoint as put_in_force
+from zoo.api.plan import planner_for
 from zoo.models.densenet import DenseNet
 from zoo.models.resnet import ResNet, basic
+from zoo.planner.plan import Plan
 from zoo.profiling.peak_memory import trace
 
 pytestmark = pytest.mark.usefixtures("without_fork", "few_plans", "traces_once")
@@ -146,3 +149,14 @@ def test_an_optimizer_in_the_backward_has_a_plan_of_its_own(optimizer: Any) -> N
     assert runs() == 2
     handle.remove()
     assert runs() == 1
+
+
+def test_the_baseline_is_the_least_where_no_plan_takes_less() -> None:
+    """Also where the costs of the steps say more of it than it takes."""
+    parts = (part for _ in range(3) for part in (nn.Linear(8, 8), nn.Dropout(0.5)))
+    planner = planner_for(nn.Sequential(*parts), torch.rand(2, 8), optimizer=None, measured=False)
+    judge, steps = planner.judge, len(planner.step.costs)
+    judge.keeps_all = dataclasses.replace(judge.keeps_all, peak=10**9)
+    whole = planner.step.point(Plan([tuple(range(steps))]))
+    assert judge.judged(whole).peak > planner.baseline.peak, "it keeps random states"
+    assert planner._lowest_of([whole]).peak == planner.baseline.peak

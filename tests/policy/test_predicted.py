@@ -15,11 +15,11 @@ from tests.policy.programs import (
     OVERESTIMATED,
     OWN,
     PROGRAMS,
-    Program,
     plans_of,
     program,
     traced_once,
 )
+from tests.policy.trained import Program
 from zoo.planner.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("few_plans")
@@ -40,6 +40,7 @@ def assert_as_predicted(made: Program, plan: Plan) -> None:
     assert 0.995 * predicted <= taken <= 1.001 * predicted, plan
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.usefixtures("without_fork")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_step_by_a_plan_takes_what_is_predicted(name: str) -> None:

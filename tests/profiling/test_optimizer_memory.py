@@ -29,6 +29,8 @@ MAKES: list[MakeOptimizer] = [
     functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     torch.optim.RMSprop,
     torch.optim.RAdam,
+    torch.optim.Adafactor,
+    functools.partial(torch.optim.Adafactor, foreach=True),
 ]
 
 

@@ -118,13 +118,14 @@ class StepPlanner:
 
         What takes more than the least so far by the costs of its steps, too, is not judged.
         """
-        judged = list[Point]()
-        # with tiny activations the random states of a segment take more than it saves
-        for point in (*proposals, self.judge.keeps_all):
+        # the costs of the steps may say more of it than it takes; and with tiny activations the
+        # random states of a segment take more than it saves
+        baseline, judged = self.judge.judged(self.judge.keeps_all, sides), list[Point]()
+        for point in proposals:
             least = min((one.peak for one in judged), default=math.inf)
             if point.peak + min(self.judge.error, 0) < least:
                 judged.append(self.judge.judged(point, sides))
-        return min(judged, key=attrgetter("peak", "time_ratio"))
+        return min((*judged, baseline), key=attrgetter("peak", "time_ratio"))
 
     def _least_within(self, time_ratio: float) -> Point:
         """Returns the judged plan of the least peak that takes at most so much time."""

@@ -143,6 +143,12 @@ class FakeTensorFixes(KernelMode):
         """Records the values of a fake tensor."""
         self._constants[fake] = real
 
+    def know_unless_known(self, fake: Tensor, number: float) -> None:
+        """Takes a number for the values of a fake tensor that are unknown."""
+        if self._real_of(fake) is None:
+            with unset_fake_temporarily():
+                self.know(fake, torch.full(fake.shape, number, dtype=fake.dtype))
+
     def forget(self, tensor: Tensor) -> None:
         """Marks the values of a tensor, and of all that share its storage, as unknown."""
         if (real := self._constants.get(tensor)) is not None:

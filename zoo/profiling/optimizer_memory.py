@@ -1,36 +1,50 @@
 """Bytes of an optimizer: its state, and the temporaries of its step.
 
 It steps on fake parameters, so that Adam's two copies of a large model are counted, not allocated.
+A kernel of one parameter that may take a workspace, as a product or an operation on several dtypes,
+runs for real, alone (`kernel_costs`). Kernels of lists and fused ones count without.
 """
 
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zoo._torch import (
+    Args,
     DataDependentOutputException,
+    FakeTensor,
     FakeTensorMode,
+    Kwargs,
+    Operator,
     PyTree,
     devices_with_kernels_of_lists,
 )
+from zoo.engine.operator_effects import resolved
+from zoo.engine.recorder import KernelMode
 from zoo.errors import ArgumentError, nearest, shortened
 from zoo.optimizer.independence import optimizer_like, step_alone
-from zoo.planner.step_events import Allocated, Freed
+from zoo.planner.step_events import Allocated, Freed, KernelRun
 from zoo.profiling.caching_allocator import Rounding, rounding_of
 from zoo.profiling.fake_tensors import FakeTensorFixes
 from zoo.profiling.isolation import isolated
+from zoo.profiling.kernel_costs import measure_kernels
 from zoo.profiling.step_mode import Form, UpdateBytes, form_of
 from zoo.profiling.step_recorder import StepRecorder
-from zoo.profiling.tensor_spec import CPU, tensors_in
+from zoo.profiling.tensor_spec import CPU, KernelSpec, TensorSpec, tensors_in
 from zoo.units import plural
 
 # after so many steps an optimizer does the same in each: RAdam rectifies from its sixth step on
 LATE = 1000
+# operators that read a number of a tensor, and that cast
+READ = torch.ops.aten._local_scalar_dense.default
+CASTS = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default})
+# kernels of lists of parameters, which would take the memory of all
+OF_LISTS = ("aten._foreach", "aten._fused", "aten._amp_foreach")
 
 MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
 # the values of `optimizer=`
@@ -160,13 +174,90 @@ def optimizer_bytes(
     tensors = list(parameters)
     kind = device or next((p.device.type for p in tensors), "cpu")
     rounding = rounding or rounding_of(kind)
-    return isolated(  # type: ignore[no-any-return]
+    recorded = isolated(
         lambda _: _on_fakes(make, tensors, in_backward, device, rounding),
         lambda text: ArgumentError(
             f"optimizer= failed on a list of fake parameters ({text}); pass None and take the "
             "bytes of its state off the budget"
         ),
     )
+    own = next((p.device for p in tensors), CPU)
+    peaks = recorded.peaks(own if kind == own.type and kind != "meta" else None)
+    if not in_backward:
+        most = max((peak for _, peak in peaks), default=0)
+        return OptimizerBytes(recorded.state, most, name=recorded.name)
+    updates: dict[Form, int] = {}
+    for form, peak in peaks:
+        if form is not None:
+            updates[form] = max(updates.get(form, 0), peak)
+    return OptimizerBytes(recorded.state, updates=updates, name=recorded.name)
+
+
+class _Step(NamedTuple):
+    """A step of an optimizer, for all parameters or for one of a form.
+
+    Each change is of the bytes that are allocated, or of the kernel that has run. The first ones
+    are of the `state` bytes that are there before.
+    """
+
+    form: Form | None
+    state: int
+    changes: list[tuple[int, KernelSpec | None]]
+
+
+class _Recorded(NamedTuple):
+    """An optimizer's class, the bytes of its state, and its steps on fake parameters."""
+
+    name: str
+    state: int
+    steps: list[_Step]
+
+    def peaks(self, device: torch.device | None) -> list[tuple[Form | None, int]]:
+        """Returns the most bytes of each step, with workspaces of a device that is here."""
+        specs = [spec for step in self.steps for _, spec in step.changes if spec is not None]
+        needed = {repr(spec): spec for spec in specs if _may_take_workspace(spec)}
+        costs = [] if device is None else measure_kernels([*needed.values()], device, timed=False)
+        known = zip(needed, costs, strict=device is not None)
+        workspaces = {text: cost.workspace for text, cost in known if cost is not None}
+
+        def peak(step: _Step) -> int:
+            totals = itertools.accumulate(size for size, _ in step.changes)
+            beside = (workspaces.get(repr(spec), 0) for _, spec in step.changes)
+            most = max(map(sum, zip(totals, beside, strict=True)), default=0)
+            return max(most - step.state, 0)
+
+        return [(step.form, peak(step)) for step in self.steps]
+
+
+def _may_take_workspace(spec: KernelSpec) -> bool:
+    """Returns whether a kernel may take memory beside its results, and can run for one parameter.
+
+    A number, that is a tensor without dimensions, is cast for free.
+    """
+    operator = resolved(spec.operator)
+    if operator in CASTS or operator is READ or spec.operator.startswith(OF_LISTS):
+        return False
+    tensors = [leaf for leaf in spec.leaves if isinstance(leaf, TensorSpec) and leaf.shape]
+    return torch.Tag.pointwise not in operator.tags or len({t.dtype for t in tensors}) > 1
+
+
+class _OnesForNumbers(KernelMode):
+    """Takes 1.0 for each floating-point number that an optimizer computes of fake tensors.
+
+    Adafactor reads norms, and compares them; it multiplies by them, and no bytes depend on that.
+    """
+
+    def __init__(self, fixes: FakeTensorFixes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fixes = fixes
+
+    def __torch_dispatch__(
+        self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
+        result = func(*args, **kwargs or {})
+        if isinstance(result, FakeTensor) and result.is_floating_point() and result.numel() == 1:
+            self.fixes.know_unless_known(result, 1.0)
+        return result
 
 
 def _on_fakes(
@@ -175,13 +266,14 @@ def _on_fakes(
     in_backward: bool,
     device: str | None,
     rounding: Rounding,
-) -> OptimizerBytes:
+) -> _Recorded:
     # an optimizer's own numbers, such as its count of steps, are real tensors
     here = torch.get_default_device()
     with (
         torch.device(CPU if here.type == "meta" else here),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
-        FakeTensorFixes(mode),
+        FakeTensorFixes(mode) as fixes,
+        _OnesForNumbers(fixes),
     ):
         # not fakes of the parameters: these share their version counters, which a graph may check
         fakes = [
@@ -190,7 +282,7 @@ def _on_fakes(
             if p.requires_grad
         ]
         if not fakes:
-            return OptimizerBytes()
+            return _Recorded("", 0, [])
         optimizer = optimizer_from(make, fakes)
         for group in optimizer.param_groups:
             _choose_kernels_of_lists(group, device)
@@ -198,15 +290,15 @@ def _on_fakes(
         are_loops = all("foreach" in g and not g["foreach"] for g in optimizer.param_groups)
         try:
             if in_backward or are_loops:
-                result = _bytes_by_form(optimizer, in_backward, device, rounding)
+                state, steps = _steps_by_form(optimizer, in_backward, device, rounding)
             else:
-                result = _bytes_at_once(optimizer, device, rounding)
+                state, steps = _step_at_once(optimizer, device, rounding)
         except (DataDependentOutputException, TypeError, RuntimeError) as error:
             raise ArgumentError(
                 f"{type(optimizer).__name__} cannot step on fake tensors ({error}). Pass "
                 "optimizer= one of like state, or None and take its bytes off the budget."
             ) from error
-        return replace(result, name=type(optimizer).__name__)
+        return _Recorded(type(optimizer).__name__, state, steps)
 
 
 def _choose_kernels_of_lists(group: dict[str, Any], device: str | None) -> None:
@@ -221,24 +313,24 @@ def _choose_kernels_of_lists(group: dict[str, Any], device: str | None) -> None:
             group["foreach"] = True
 
 
-def _bytes_at_once(
+def _step_at_once(
     optimizer: torch.optim.Optimizer, device: str | None, rounding: Rounding
-) -> OptimizerBytes:
+) -> tuple[int, list[_Step]]:
+    """Steps for all parameters; returns the bytes of the state, and the step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     _make_late(optimizer)
     state = _state_bytes(optimizer.state, rounding, _are_counters_on_host(optimizer, device))
-    return OptimizerBytes(state, _allocated(rounding, optimizer.step))
+    return state, [_recorded(optimizer, rounding, optimizer.step)]
 
 
-def _bytes_by_form(
+def _steps_by_form(
     optimizer: torch.optim.Optimizer, in_backward: bool, device: str | None, rounding: Rounding
-) -> OptimizerBytes:
+) -> tuple[int, list[_Step]]:
     """Steps for one parameter of each shape and dtype; others of the form take the same."""
-    state, most, on_host = 0, 0, _are_counters_on_host(optimizer, device)
-    updates: dict[Form, int] = {}
+    state, steps, on_host = 0, list[_Step](), _are_counters_on_host(optimizer, device)
     for group in optimizer.param_groups:
         forms = [form_of(parameter) for parameter in group["params"]]
         samples = dict(zip(forms, group["params"], strict=True))
@@ -250,12 +342,13 @@ def _bytes_by_form(
         _make_late(optimizer)
         if in_backward:
             for form, sample in samples.items():
-                updates[form] = max(updates.get(form, 0), _allocated(rounding, step, sample))
+                steps.append(_recorded(optimizer, rounding, step, sample, form=form))
             continue
         # the variables of a loop still hold the temporaries of the previous parameter
         for run in dict.fromkeys(itertools.pairwise(forms)) or [forms[:1]]:
-            most = max(most, _allocated(rounding, step, *map(samples.__getitem__, run)))
-    return OptimizerBytes(state, most, updates if in_backward else None)
+            parameters = map(samples.__getitem__, run)
+            steps.append(_recorded(optimizer, rounding, step, *parameters))
+    return state, steps
 
 
 def _make_late(optimizer: torch.optim.Optimizer) -> None:
@@ -282,15 +375,24 @@ def _state_bytes(state: Any, rounding: Rounding, counters_on_host: bool) -> int:
     return sum(map(rounding, sizes.values()))
 
 
-def _allocated(rounding: Rounding, step: Callable[..., PyTree], *parameters: Tensor) -> int:
-    """Returns the most bytes that a step holds at once beside what was there before."""
+def _recorded(
+    optimizer: torch.optim.Optimizer,
+    rounding: Rounding,
+    step: Callable[..., PyTree],
+    *parameters: Tensor,
+    form: Form | None = None,
+) -> _Step:
     recorder = StepRecorder()
+    # a step may replace its state
+    state = recorder.note_earlier(tensors_in(optimizer.state))
     with recorder:
         step(*parameters)
     events = recorder.events.rounded(rounding)
-    changes = (
-        events.sizes[event.storage] * (1 if isinstance(event, Allocated) else -1)
-        for _, event in events.forward
-        if isinstance(event, Allocated | Freed)
-    )
-    return max(itertools.accumulate(changes), default=0)
+    changes: list[tuple[int, KernelSpec | None]] = []
+    for _, event in events.forward:
+        if isinstance(event, Allocated | Freed):
+            sign = 1 if isinstance(event, Allocated) else -1
+            changes.append((sign * events.sizes[event.storage], None))
+        elif isinstance(event, KernelRun):
+            changes.append((0, recorder.specs[event.number]))
+    return _Step(form, sum(events.sizes[number] for number in state), changes)

@@ -174,6 +174,15 @@ class StepRecorder(StepMode):
         """Storages that neither the program made nor the model owns, and what it owns."""
         return self._held
 
+    def note_earlier(self, tensors: Iterable[Tensor]) -> list[int]:
+        """Notes what the program holds already as if it were made now; returns its storages."""
+        storages = {s._cdata: s for tensor in tensors for s in storages_of(tensor)}
+        numbers = [self._add(storage) for storage in storages.values()]
+        for number, storage in zip(numbers, storages.values(), strict=True):
+            self._begin(storage, number)
+            self.note(Allocated(number))
+        return numbers
+
     def enter(self, block: str, args: Args = ()) -> None:
         """Notes that a block begins, as `engine.kernel_segments.Conductor` does."""
         # other forwards are those of dry steps

@@ -175,8 +175,12 @@ def _operator_of(conductor: Conductor, positions: Sequence[int]) -> int:
 
 @contextlib.contextmanager
 def _keeping_states(ledger: StepLedger) -> Iterator[None]:
-    """Notes in a ledger the states of random streams that the engine keeps on this thread."""
+    """Notes in a ledger the states of random streams that are kept on this thread.
+
+    The engine keeps some, and torch's own checkpointing one for each call: no operator makes them.
+    """
     pack, set_aside = PackedState.__init__, SetAsideState.__init__
+    read: Callable[[], Tensor] = torch.get_rng_state
     own_thread = threading.get_ident()
 
     def packed(self: PackedState, state: Tensor, device: torch.device) -> None:
@@ -189,7 +193,17 @@ def _keeping_states(ledger: StepLedger) -> Iterator[None]:
         if self.own is None and threading.get_ident() == own_thread:
             ledger.note_state(self.state)
 
-    with replaced(PackedState, "__init__", packed), replaced(SetAsideState, "__init__", put_aside):
+    def noted() -> Tensor:
+        state = read()
+        if threading.get_ident() == own_thread:
+            ledger.note_state(state)
+        return state
+
+    with (
+        replaced(PackedState, "__init__", packed),
+        replaced(SetAsideState, "__init__", put_aside),
+        replaced(torch, "get_rng_state", noted),
+    ):
         yield
 
 

@@ -291,8 +291,9 @@ class _Forward:
 
         @functools.cache
         def real(tensor: Tensor) -> Tensor:
-            has_data = _has_data(tensor)
-            value = tensor.detach().clone() if has_data else self._spec(tensor).empty().zero_()
+            with torch.inference_mode(tensor.is_inference()):
+                has_data = _has_data(tensor)
+                value = tensor.detach().clone() if has_data else self._spec(tensor).empty().zero_()
             return value.requires_grad_(tensor.requires_grad)
 
         model = self.model if is_forked else flattened(self._copy({}))
@@ -384,7 +385,9 @@ class _Forward:
         """Returns a fake of a tensor; the values are known unless it is a parameter."""
         if tensor.layout is not torch.strided:
             return fixes.mode.from_tensor(tensor)
-        fake = self._spec(tensor).fake(fixes.mode)
+        # the engine keeps the results of kernels that read one made in inference mode
+        with torch.inference_mode(tensor.is_inference()):
+            fake = self._spec(tensor).fake(fixes.mode)
         with fixes.mode:
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, tensor.requires_grad)
