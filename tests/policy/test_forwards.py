@@ -85,6 +85,29 @@ def test_the_sum_of_the_forwards_keeps_to_the_budget_from_the_second_step_on(
     assert caplog.messages == [said]
 
 
+def test_a_second_forward_in_one_autocast_finds_casts_and_is_another_path(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def train(model: nn.Module) -> None:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = siamese(model, X, 2)
+        loss.backward()
+
+    def peak(model: nn.Module) -> int:
+        return measure_step(lambda: train(model), model, None, [X]).peak
+
+    plain = perceptrons()
+    budget = int(0.8 * peak(plain))
+    model = zoo.checkpoint(perceptrons(), memory_budget=budget, optimizer="none")
+    for _ in range(3):
+        train(model)
+    assert peak(model) <= budget
+    assert_same(everything(model), everything(plain))
+    (said,) = caplog.messages
+    assert "runs 2 forwards or more before a backward" in said, "neither larger, nor not judged"
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_step_that_is_planned_for_ahead_takes_what_was_predicted(
     program: str, caplog: pytest.LogCaptureFixture

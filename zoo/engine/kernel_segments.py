@@ -313,6 +313,9 @@ class Conductor(Recorder):
             self.operators.append(func)
         elif self.synchronized:
             is_other = index >= len(branch.operators) or branch.operators[index] is not func
+            if is_other:
+                # of another path, whatever the size of what came before
+                self.outgrown = False
             if is_other or self.outgrown:
                 self._switch_branches([*branch.operators[:index], func])
             elif index in branch.switches:

@@ -81,8 +81,10 @@ class DrySteps:
             entered.enter_context(self.running())
             casts = None
             if self.is_forked:
-                # each training step enters autocast anew
-                torch.clear_autocast_cache()
+                if self.events.casts:
+                    # each training step enters autocast anew; a second forward inside of it finds
+                    # the casts of the first, here as in the trace
+                    torch.clear_autocast_cache()
             elif caches_casts():
                 # here autocast has the program's casts in its cache, and those of the trace
                 casts = entered.enter_context(CastCache().in_place_of_torchs())
