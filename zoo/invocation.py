@@ -77,6 +77,19 @@ class Invocation:
         mode = FakeTensorMode()
         return Invocation(tuple(fake_at(mode, tensor, tensor.device) for tensor in self.tensors))
 
+    def resized(self, sizes: Iterable[Sequence[int]]) -> "Invocation":
+        """Returns the same arguments with fake tensors of other sizes, on the same devices."""
+        shapes, mode = iter(sizes), FakeTensorMode()
+
+        def fake(tensor: Tensor) -> Tensor:
+            order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+            shape, dtype, device = next(shapes), tensor.dtype, tensor.device
+            with mode:
+                made = torch.empty_permuted(shape, order, dtype=dtype, device=device)
+            return made.requires_grad_(tensor.requires_grad)
+
+        return self.map(fake)
+
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments, in order."""

@@ -27,6 +27,9 @@ SHARED = 2.0
 # the forward of a kind before which a budget has a plan of its own chosen for it, if it goes by one
 # for arguments so many times as large that recomputes something
 PAYS, MUCH_LARGER = 4, 2.0
+# how many times as large arguments are planned for where they grow, and how often a plan for these
+# may not serve before they are not
+AHEAD, MOST_REFUSED = 1.125, 2
 # how many known plans are looked at for new sizes
 MOST_KNOWN = 4
 # the forwards before a path more may be planned for
@@ -95,6 +98,11 @@ class InputKind:
             self.path_hashes.add(path_hash)
         return is_known
 
+    def go_by(self, other: "InputKind") -> None:
+        """Takes over the branches of a kind that serves these inputs, too."""
+        self.spec, self.branches, self.outside = other.spec, [*other.branches], [*other.outside]
+        self.fits_autocast = other.fits_autocast
+
     def pays(self, spec: InputSpec) -> bool:
         """Returns whether a plan of their own may be much faster for arguments that come often."""
         if self.forwards != PAYS or not (self.can_be_planned and self.branches):
@@ -113,6 +121,7 @@ class PlanCache:
             and one more each time the number of forwards has doubled since. Paths that are new each
             time do not pay.
         growth: how many times as large arguments a plan serves.
+        refused: how often no plan for enlarged arguments served smaller ones well.
     """
 
     most_kinds = 256
@@ -120,7 +129,7 @@ class PlanCache:
     most_plannings = 8
 
     def __init__(self, growth: float = SHARED) -> None:
-        self.growth = growth
+        self.growth, self.refused = growth, 0
         # the most recently used last
         self.kinds: dict[InputSpec, InputKind] = {}
 
@@ -175,6 +184,29 @@ class PlanCache:
         """Returns the branches of the largest arguments that differ in sizes alone."""
         alike = [kind for kind in self._alike(spec) if kind.branches]
         return [*max(alike, key=lambda kind: kind.spec.elements).branches] if alike else []
+
+    def enlarged(self, spec: InputSpec) -> tuple[InputSpec, list[PlannedBranch]] | None:
+        """Returns larger sizes like these, and the branches of the nearest smaller ones.
+
+        They are larger in the dimensions that grew. None if nothing did, or it does not pay.
+        """
+        alike = [kind for kind in self._alike(spec) if kind.branches]
+        smaller = [kind for kind in alike if kind.spec.growth_over(spec) == 1]
+        if self.refused >= MOST_REFUSED or not smaller:
+            return None
+        nearest = max(smaller, key=lambda kind: kind.spec.elements)
+        pairs = [
+            [*zip(shape, least, strict=True)]
+            for shape, least in zip(spec.sizes, nearest.spec.sizes, strict=True)
+        ]
+        # all dimensions of a tensor together make it so many times as large
+        grown = max(sum(size > least for size, least in pair) for pair in pairs)
+        growth = AHEAD ** (1 / grown)
+        sizes = tuple(
+            tuple(math.ceil(growth * size) if size > least else size for size, least in pair)
+            for pair in pairs
+        )
+        return spec._replace(sizes=sizes), nearest.branches
 
     def known(self, spec: InputSpec, operators: Sequence[Operator]) -> list[PlannedBranch]:
         """Returns branches of these operators in other sizes, of the nearest larger sizes first."""

@@ -22,6 +22,7 @@ block is recomputed.
 import contextlib
 import functools
 import logging
+import math
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ from types import FrameType
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn.parameter import is_lazy
 
 from zoo._torch import (
@@ -60,18 +61,19 @@ from zoo.engine.recompute import recompute
 from zoo.engine.replay import without_modes
 from zoo.engine.segments import thread
 from zoo.engine.sharded import is_spread
+from zoo.engine.tensor_state import is_dense
 from zoo.errors import ArgumentError, BudgetError, PlanError
 from zoo.invocation import InputSpec, Invocation, needs_gradients
 from zoo.models.model import Model
 from zoo.planner.event_costs import Outline
-from zoo.planner.plan import RoomyPlan
+from zoo.planner.plan import Plan, RoomyPlan
 from zoo.planner.schemes import SegmentsError
-from zoo.policy.decision import known_plan_for, plans_for, step_of
+from zoo.policy.decision import SLOWER, known_plan_for, plans_for, step_of
 from zoo.policy.goal import Goal
 from zoo.policy.judge import EITHER, INSIDE, OUTSIDE, Sides
 from zoo.policy.training_step import CountedStep, TrainingStep
 from zoo.profiling.cast_cache import caches_casts
-from zoo.profiling.isolation import PLANNING
+from zoo.profiling.isolation import PLANNING, can_fork
 from zoo.profiling.optimizer_memory import OptimizerBytes
 from zoo.profiling.progress import shown
 from zoo.profiling.tensor_spec import tensors_held_by
@@ -592,6 +594,34 @@ class PatchedForward(Patch):
     def _plan_traced(self, invocation: Invocation, spec: InputSpec, trace: StepTrace) -> None:
         self.plan_for(TracedForward(invocation, spec, trace, _operators_of(trace)[0]))
 
+    def _plan_enlarged(self, invocation: Invocation, kind: InputKind) -> bool:
+        """Plans for larger arguments than a kind's, which grow, so that the next ones need nothing.
+
+        Returns whether that plan serves these, too, in little more time.
+        """
+        spec, tensors = self._spec(invocation), invocation.tensors
+        grows = self._is_judged and isinstance(self.goal.memory_budget, int) and self.has_run
+        # elsewhere user code would run in this process, or processes would get plans of other sizes
+        in_group = distributed.is_available() and distributed.is_initialized()
+        is_free = can_fork() and not in_group
+        sizes = tuple(tuple(tensor.shape) for tensor in tensors)
+        if not (grows and is_free and sizes == spec.sizes and all(map(is_dense, tensors))):
+            return False
+        if (found := self.cache.enlarged(spec)) is None:
+            return False
+        larger, before = found
+        with contextlib.suppress(ArgumentError, BudgetError, PlanError):
+            given = invocation.resized(larger.sizes)
+            trace = self._trace_ahead(given)
+            self._plan_for(TracedForward(given, larger, trace, _operators_of(trace)[0]), before)
+        enlarged = self.cache.kind_of(larger)
+        if not enlarged.branches:
+            del self.cache.kinds[larger]
+            self.cache.refused += 1
+            return False
+        kind.go_by(enlarged)
+        return True
+
     def _plan_first(
         self, invocation: Invocation, kind: InputKind, forward: Callable[..., PyTree]
     ) -> None:
@@ -602,7 +632,9 @@ class PatchedForward(Patch):
         try:
             with PLANNING:
                 # another thread may have made it meanwhile
-                return None if kind.branches else self.plan_ahead(invocation)
+                if not (kind.branches or self._plan_enlarged(invocation, kind)):
+                    self.plan_ahead(invocation)
+                return
         except (ArgumentError, BudgetError, PlanError) as error:
             refused = error
         binds = self.goal.binds_first_step or isinstance(refused, RunsLaterError)
@@ -691,7 +723,14 @@ class PatchedForward(Patch):
         with PLANNING:
             self._plan_for(traced)
 
-    def _plan_for(self, traced: TracedForward) -> None:
+    def _plan_for(
+        self, traced: TracedForward, before: Sequence[PlannedBranch] | None = None
+    ) -> None:
+        """Plans for a traced forward.
+
+        A plan that is to serve smaller sizes, too, may take little more time than those branches
+        which are in force there `before`.
+        """
         _, spec, trace, operators = traced
         self.traced = traced if self.keeps_trace else None
         kind = self.cache.kind_of(spec)
@@ -703,9 +742,11 @@ class PatchedForward(Patch):
             # another forward took no branch
             return
         known = self.cache.known(spec, operators) if self._is_judged else []
-        if not (known or self._counts_path(kind, spec)):
+        if not (known or (before is None and self._counts_path(kind, spec))):
             return
-        outline, plans = without_modes(self._plans_for, traced, known)
+        outline, plans = without_modes(self._plans_for, traced, known, before)
+        if not plans:
+            return
         cuts, visits = outline.cuts[: len(outline)], trace.events.visits
         has_backward = trace.events.has_backward
         if self.pending is not None:
@@ -757,9 +798,15 @@ class PatchedForward(Patch):
 
     @torch.enable_grad()
     def _plans_for(
-        self, traced: TracedForward, known: Sequence[PlannedBranch]
+        self,
+        traced: TracedForward,
+        known: Sequence[PlannedBranch],
+        before: Sequence[PlannedBranch] | None,
     ) -> tuple[Outline, Sequence[RoomyPlan]]:
-        """Returns the plans of a traced forward: one of its path in other sizes if that serves."""
+        """Returns the plans of a traced forward: one of its path in other sizes if that serves.
+
+        There are none if they take much more time than those of smaller sizes `before`.
+        """
         invocation, spec, trace, _ = traced
         module = self.module()
         sides: Sides = OUTSIDE
@@ -772,19 +819,31 @@ class PatchedForward(Patch):
             return step_of(self.goal, self.training, (module, outline, invocation.tensors), counted)
 
         cut = functools.partial(partition, module, trace, paths_of(module, self.patterns))
+        most = math.inf
         if known:
             cuts = known[0].boundaries
             alike = [branch for branch in known if branch.boundaries == cuts]
             of_branches = [RoomyPlan(branch.plan, offloads=branch.offloads) for branch in alike]
             outline = cut((*cuts,))
             step = step_on(outline)
-            if (plan := known_plan_for(self.goal, step, sides, of_branches)) is not None:
+            if before is not None:
+                times = (_time_ratio(step, b.plan) for b in before if b.boundaries == cuts)
+                most = SLOWER * min(times, default=0.0)
+            plan = known_plan_for(self.goal, step, sides, of_branches)
+            if plan is not None:
+                if _time_ratio(step, plan.plan) > most:
+                    return outline, []
                 _log.debug("%s: judged for %s", self.notices.name, step.title)
                 return outline, [plan]
-            _log.info("%s: planned again for %s", self.notices.name, step.title)
         outline = cut()
         step = step_on(outline)
-        plans = self._plans(step, sides)
+        # what others hold may be less in the next step
+        may_break = before is None and (self.has_run or self.training.beside > 0)
+        plans = plans_for(self.goal, step, sides, has_run=may_break)
+        if before is not None and _time_ratio(step, plans[0].plan) > most:
+            return outline, []
+        if known:
+            _log.info("%s: planned again for %s", self.notices.name, step.title)
         if self.goal.is_bounded:
             self.counted = spec.structure, step.optimizer_bytes
         if self.pending is not None and self.pending.budget:
@@ -794,10 +853,10 @@ class PatchedForward(Patch):
                 self.pending.require_room(peak - fixed.beside_activations)
         return outline, plans
 
-    def _plans(self, step: CountedStep, sides: Sides) -> Sequence[RoomyPlan]:
-        # what others hold may be less in the next step
-        may_break = self.has_run or self.training.beside > 0
-        return plans_for(self.goal, step, sides, has_run=may_break)
+
+def _time_ratio(step: CountedStep, plan: Plan) -> float:
+    """Returns how many times the baseline's time a plan takes, by the costs of the steps."""
+    return step.point(step.with_loss(plan)).time_ratio
 
 
 def _operators_of(trace: StepTrace) -> tuple[list[Operator], list[int]]:
