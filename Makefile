@@ -75,10 +75,12 @@ notebooks: .venv/.installed
 check-notebooks: .venv/.installed
 	$(python) -m notebooks.build --check
 
-# random models by random plans: at least 2,000 and at least so many minutes
+# random models by random budgets, so many of them, and by random plans: at least 2,000 and at least
+# so many minutes
 MINUTES ?= 10
+BUDGETS ?= 200
 fuzz: .venv/.installed
-	$(python) -m tests.fuzz --minutes $(MINUTES)
+	$(python) -m tests.fuzz --minutes $(MINUTES) --budgets $(BUDGETS)
 
 # each operator of torch's own database, with and without a recording; prints the table
 operators: .venv/.installed

@@ -34,7 +34,7 @@ import dataclasses
 import functools
 import gc
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
@@ -156,12 +156,15 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def operations(compiled: bool, unseen: bool = False) -> st.SearchStrategy[Operation]:
-    """Draws operations; most of them make something."""
+def operations(
+    compiled: bool, unseen: bool = False, left_out: Collection[str] = ()
+) -> st.SearchStrategy[Operation]:
+    """Draws operations, most of which make something, without lines that are left out."""
     place = st.integers(0, 5)
 
     def of(kinds: Sequence[str]) -> st.SearchStrategy[Operation]:
-        return st.builds(Operation, st.sampled_from(list(kinds)), place, place)
+        drawn = [kind for kind in kinds if kind not in left_out]
+        return st.builds(Operation, st.sampled_from(drawn), place, place)
 
     own = [f"unseen {name}" for name in UNSEEN] if unseen else [*INNER]
     makes, python = of([*MAKES]), of([*PYTHON, *own, *(COMPILED if compiled else ())])
@@ -183,12 +186,17 @@ def operations(compiled: bool, unseen: bool = False) -> st.SearchStrategy[Operat
 
 
 @st.composite
-def programs(draw: st.DrawFn, compiled: bool = False, ways: Sequence[str] = WAYS) -> Program:
+def programs(
+    draw: st.DrawFn,
+    compiled: bool = False,
+    ways: Sequence[str] = WAYS,
+    left_out: Collection[str] = (),
+) -> Program:
     """Draws models of one to six blocks."""
     plan, cuts = draw(shapes(most=6))
     count = len(cuts) + 1
     unseen = draw(st.sampled_from([False, False, True]))
-    block = st.lists(operations(compiled, unseen), min_size=1, max_size=5).map(tuple)
+    block = st.lists(operations(compiled, unseen, left_out), min_size=1, max_size=5).map(tuple)
     description = Program(
         tuple(draw(st.lists(block, min_size=count, max_size=count))),
         draw(st.booleans()),
@@ -375,7 +383,7 @@ def check_program(description: Program) -> Outcome:
         assert isinstance(description.option, float)
         assert len(found) == 1
         return Outcome("not planned", 0)
-    if _is_limit(description, last):
+    if is_limit(description, last):
         kind, found = "refused as documented", found[:-1]
         expected = expected[: len(found)]
     assert_same(found, expected)
@@ -424,7 +432,7 @@ def _check_emptied(hosts: Sequence[HostMemory]) -> None:
     assert not any(host.offloaded for host in hosts)
 
 
-def _is_limit(description: Program, error: str) -> bool:
+def is_limit(description: Program, error: str) -> bool:
     """Returns whether an error is one that docs/limitations.md states for what is written."""
     is_refused = error.startswith("RecomputeError: a tensor") and description.way == "blocks"
     if is_refused or GIVEN in error:
@@ -471,17 +479,17 @@ def trained(description: Program, plainly: bool) -> tuple[list[Any], Living]:
             if description.steps_in_backward:
                 optimizer.step()
                 optimizer.zero_grad()
-            record.append(frozen([outputs, *_left_by(model, batch)]))
+            record.append(frozen([outputs, *left_by(model, batch)]))
             if not description.steps_in_backward:
                 optimizer.step()
             BETWEEN[description.between](model, functools.partial(forward, model, batch))
         except Exception as error:
             return [*record, f"{type(error).__name__}: {error}"], Living(0, 0)
-    record.append(frozen(_left_by(model, batch)))
+    record.append(frozen(left_by(model, batch)))
     if description.fate is None or description.steps_in_backward:
         attached.close()
         zoo.uncheckpoint(model)
-        record.append(frozen([_left_by(model, batch), _hooks_of(model)]))
+        record.append(frozen([left_by(model, batch), _hooks_of(model)]))
         return record, Living(0, 0)
     del outputs
 
@@ -500,7 +508,7 @@ def _is_interrupted(description: Program) -> bool:
     return description.between != "added up" and not is_compiled
 
 
-def _left_by(model: Model, batch: Tensor) -> list[Any]:
+def left_by(model: Model, batch: Tensor) -> list[Any]:
     """Lists what a step leaves: gradients, the state of the model and of all random streams."""
     shared = model.shared
     return [
@@ -590,22 +598,22 @@ def _marked(model: Model) -> Iterator[None]:
             hook.remove()
 
 
-def _loss(output: Tensor) -> Tensor:
+def loss_of(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
 def _backward_once(model: Model, batch: Tensor, output: Tensor) -> None:
-    _loss(output).backward()
+    loss_of(output).backward()
 
 
 def _backward_retained(model: Model, batch: Tensor, output: Tensor) -> None:
-    loss = _loss(output)
+    loss = loss_of(output)
     loss.backward(retain_graph=True)
     loss.backward()
 
 
 def _backward_partial(model: Model, batch: Tensor, output: Tensor) -> None:
-    loss = _loss(output)
+    loss = loss_of(output)
     wanted = [value for value in (batch, model.weight) if value.requires_grad]
     for gradient in torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True):
         model.shared.seen.append(0.0 if gradient is None else gradient.sum().item())
@@ -619,9 +627,9 @@ def _backward_of_two(model: Model, batch: Tensor, output: Tensor) -> None:
 
 def _backward_double(model: Model, batch: Tensor, output: Tensor) -> None:
     wanted = [value for value in (batch, model.weight) if value.requires_grad]
-    found = torch.autograd.grad(_loss(output), wanted, create_graph=True, allow_unused=True)
+    found = torch.autograd.grad(loss_of(output), wanted, create_graph=True, allow_unused=True)
     slopes = [value.square().sum() for value in found if value is not None]
-    sum(slopes, _loss(output)).backward()
+    sum(slopes, loss_of(output)).backward()
 
 
 BACKWARD = {
