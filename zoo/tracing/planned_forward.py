@@ -599,19 +599,19 @@ class PatchedForward(Patch):
 
         Returns whether that plan serves these, too, in little more time.
         """
-        spec, tensors = self._spec(invocation), invocation.tensors
-        grows = self._is_judged and isinstance(self.goal.memory_budget, int) and self.has_run
         # elsewhere user code would run in this process, or processes would get plans of other sizes
         in_group = distributed.is_available() and distributed.is_initialized()
-        is_free = can_fork() and not in_group
-        sizes = tuple(tuple(tensor.shape) for tensor in tensors)
-        if not (grows and is_free and sizes == spec.sizes and all(map(is_dense, tensors))):
+        may_grow = self.has_run and isinstance(self.goal.memory_budget, int)
+        if not may_grow or in_group or not can_fork():
             return False
-        if (found := self.cache.enlarged(spec)) is None:
+        spec, found = self._spec(invocation), None
+        if without_modes(_is_resizable, invocation, spec):
+            found = self.cache.enlarged(spec)
+        if found is None:
             return False
         larger, before = found
         with contextlib.suppress(ArgumentError, BudgetError, PlanError):
-            given = invocation.resized(larger.sizes)
+            given = without_modes(invocation.resized, larger.sizes)
             trace = self._trace_ahead(given)
             self._plan_for(TracedForward(given, larger, trace, _operators_of(trace)[0]), before)
         enlarged = self.cache.kind_of(larger)
@@ -852,6 +852,13 @@ class PatchedForward(Patch):
             if peak > self.pending.budget:
                 self.pending.require_room(peak - fixed.beside_activations)
         return outline, plans
+
+
+def _is_resizable(invocation: Invocation, spec: InputSpec) -> bool:
+    """Returns whether all tensors that a spec describes are dense arguments."""
+    tensors = invocation.tensors
+    sizes = tuple(tuple(tensor.shape) for tensor in tensors)
+    return sizes == spec.sizes and all(map(is_dense, tensors))
 
 
 def _time_ratio(step: CountedStep, plan: Plan) -> float:
