@@ -89,3 +89,15 @@ def test_the_budget_of_a_report_is_looked_at_too(caplog: pytest.LogCaptureFixtur
     assert len(warned) == 1
     assert "memory_budget=...) plans the next steps" in warned[0]
     del held
+
+
+def test_a_plan_for_another_device_is_not_compared_with_what_it_predicts_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = deep()
+    report = zoo.plan(model, batch(0), memory_budget=1.0, optimizer="none", device="a100")
+    held = torch.rand(32 << 20, device=HERE)
+    zoo.checkpoint(model, report)
+    peak_of(lambda: model(batch(0)).square().mean().backward())
+    assert not [text for text in caplog.messages if "were predicted" in text]
+    del held

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from zoo._torch import is_graph_kept
 from zoo.engine.devices import counts_memory, peak as most_in_use
@@ -30,6 +31,11 @@ STEPS = 16
 LOOKS = 3
 # what others hold counts in such parts of a budget, and less is noticed by so many of them
 PARTS, MANY = 256, 16
+
+
+def nodes_of(outputs: Iterable[Tensor]) -> list[Node]:
+    """Returns the autograd nodes that made outputs."""
+    return [output.grad_fn for output in outputs if output.grad_fn is not None]
 
 
 class _Waiting:
@@ -109,7 +115,7 @@ class PendingForwards:
         An autocast around it holds `casts` of weights until it is left.
         """
         token = _Waiting(held, casts)
-        nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
+        nodes = nodes_of(outputs)
         for node in nodes:
             node.register_prehook(_Forgetting(self, token))
         if nodes:

@@ -86,7 +86,7 @@ from zoo.tracing.isolated_trace import (
     step_trace_of,
 )
 from zoo.tracing.partition import partition, paths_of
-from zoo.tracing.pending_forwards import LOOKS, PendingForwards
+from zoo.tracing.pending_forwards import LOOKS, PendingForwards, nodes_of
 from zoo.tracing.plan_cache import EAGER, InputKind, LastForward, PlanCache
 from zoo.tracing.switches import check_switches
 from zoo.units import exact_bytes, format_bytes
@@ -315,7 +315,8 @@ class PatchedForward(Patch):
         if pending is not None:
             held, casts = (self.latest.holds, self.latest.casts) if self.latest else (0, 0)
             pending.add(tensors_held_by(outputs), held, casts)
-            if pending.most_before >= 0 and self.latest is not None:
+            # a plan that was made for another device predicts nothing here
+            if pending.most_before >= 0 and self.latest is not None and self.latest.peak:
                 self._watch_taken(pending, outputs, self.latest.peak)
         # a backward inside may follow ones outside; a plan for inside fits both
         if self.leaves_autocast is not False and self.goal.is_bounded and caches_casts():
@@ -366,9 +367,8 @@ class PatchedForward(Patch):
         """Has the end of the backward compare what the step has taken with what was predicted."""
         known = pending.most_before, pending.unseen, predicted
         compare = functools.partial(self._note_taken, *known)
-        for output in tensors_held_by(outputs):
-            if output.grad_fn is not None:
-                output.grad_fn.register_prehook(lambda _: queue_callback(compare))
+        for node in nodes_of(tensors_held_by(outputs)):
+            node.register_prehook(lambda _: queue_callback(compare))
 
     def _note_taken(self, before: int, unseen: int, predicted: int) -> None:
         """Warns if a step took more than its budget; the next ones are planned for what is left."""
@@ -394,8 +394,7 @@ class PatchedForward(Patch):
 
     def _watch_autocast(self, outputs: PyTree) -> None:
         """Has the backward tell whether it runs inside of an autocast, which holds casts then."""
-        nodes = [output.grad_fn for output in tensors_held_by(outputs)]
-        for node in filter(None, nodes):
+        for node in nodes_of(tensors_held_by(outputs)):
             node.register_prehook(self._note_autocast)
 
     def _note_autocast(self, _: object) -> None:
