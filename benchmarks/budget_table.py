@@ -30,6 +30,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import zoo
+from benchmarks import planner
 from benchmarks.models import Subject, loss_of, subjects
 from zoo.api.plan import planner_for
 from zoo.harness.processes import outcome
@@ -56,8 +57,8 @@ LONG = frozenset(
 )  # fmt: skip
 
 
-def words(*shape: int) -> tuple[Tensor, Tensor]:
-    return torch.randint(0, 4000, shape), torch.randint(0, 4000, shape)
+words = functools.partial(planner.words, vocabulary=4000)
+text = functools.partial(planner.text, vocabulary=4000)
 
 
 def own(build: Callable[[], nn.Module], make: Callable[[], tuple[Any, ...]]) -> Any:
@@ -67,11 +68,6 @@ def own(build: Callable[[], nn.Module], make: Callable[[], tuple[Any, ...]]) -> 
 
 def image(batch: int, *size: int, channels: int = 3) -> tuple[Tensor]:
     return (torch.rand(batch, channels, *size),)
-
-
-def text(*shape: int) -> tuple[Tensor, None, Tensor]:
-    tokens, targets = words(*shape)
-    return tokens, None, targets
 
 
 ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
@@ -125,13 +121,13 @@ def bounds(cell: Cell) -> dict[str, Any]:
     """Returns the budget that is asked for, and what is predicted of the plan for it."""
     model, (inputs, larger) = built(cell)
     options = {"optimizer": adamw, "loss": loss_of, "holds_outputs": False}
-    planner = planner_for(model, inputs, **options)
+    own_size = planner_for(model, inputs, **options)
     beyond = planner_for(model, larger, **options)
-    least, most = beyond.lowest().peak, planner.baseline.peak
+    least, most = beyond.lowest().peak, own_size.baseline.peak
     if least >= most:
         most = beyond.baseline.peak
     asked = (least + most) // 2
-    return {"asked": asked, "predicted": planner.report(asked, None).predicted_peak}
+    return {"asked": asked, "predicted": own_size.report(asked, None).predicted_peak}
 
 
 def trained(cell: Cell) -> dict[str, Any]:

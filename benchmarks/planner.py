@@ -43,12 +43,12 @@ from zoo.tracing.planned_forward import PatchedForward
 ROUNDS = 5
 
 
-def words(*shape: int) -> tuple[Tensor, Tensor]:
-    return torch.randint(0, 10_000, shape), torch.randint(0, 10_000, shape)
+def words(*shape: int, vocabulary: int = 10_000) -> tuple[Tensor, Tensor]:
+    return torch.randint(0, vocabulary, shape), torch.randint(0, vocabulary, shape)
 
 
-def text(*shape: int) -> tuple[Tensor, None, Tensor]:
-    tokens, targets = words(*shape)
+def text(*shape: int, vocabulary: int = 10_000) -> tuple[Tensor, None, Tensor]:
+    tokens, targets = words(*shape, vocabulary=vocabulary)
     return tokens, None, targets
 
 

@@ -83,10 +83,8 @@ class Invocation:
 
         def fake(tensor: Tensor) -> Tensor:
             order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-            shape, dtype, device = next(shapes), tensor.dtype, tensor.device
-            with mode:
-                made = torch.empty_permuted(shape, order, dtype=dtype, device=device)
-            return made.requires_grad_(tensor.requires_grad)
+            sized = torch.empty_permuted(next(shapes), order, dtype=tensor.dtype, device="meta")
+            return fake_at(mode, sized.requires_grad_(tensor.requires_grad), tensor.device)
 
         return self.map(fake)
 

@@ -20,16 +20,21 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.strategies import SearchStrategy
 
 from tests.accelerator import software
+from tests.fuzz import budgets as fuzz_budgets
 from tests.fuzz.budgets import Budgeted, budgeted, check_budget
 from tests.fuzz.lines import INNER, MAKES, PYTHON, ROWS, SEVERAL, UNSEEN, VIEWS, WIDTH, WRITES
 from tests.fuzz.programs import Block, Outcome, Program, Shared, check_program, programs
 
+T = TypeVar("T")
 ROUND = 100  # cases between two looks at the clock
 
 
@@ -61,40 +66,8 @@ class Tally:
         )
 
 
-def run_round(number: int, tally: Tally) -> None:
-    """Draws and checks cases; raises what the smallest failing one raised."""
-
-    @seed(number)
-    @settings(
-        deadline=None,
-        max_examples=ROUND,
-        database=None,
-        report_multiple_bugs=False,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(programs(compiled=torch.get_default_device().type == "cpu"))
-    def case(description: Program) -> None:
-        tally.add(description, check_program(description))
-
-    case()
-
-
-@dataclass
-class BudgetTally:
-    """Programs that were trained by a budget, each counted once, and their measured steps."""
-
-    cases: set[str] = field(default_factory=set)
-    steps: int = 0
-    kinds: Counter[str] = field(default_factory=Counter)
-
-    def __str__(self) -> str:
-        kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.kinds.most_common())
-        return f"{len(self.cases):,} budgets ({self.steps:,} measured steps; {kinds})"
-
-
-def run_budgets(number: int, tally: BudgetTally, count: int) -> None:
-    """Draws programs and budgets; raises what the first that fails raised, smaller if possible."""
+def draw(number: int, count: int, described: SearchStrategy[T], check: Callable[[T], None]) -> None:
+    """Draws descriptions and checks them; raises what the smallest failing one raised."""
 
     @seed(number)
     @settings(
@@ -105,16 +78,42 @@ def run_budgets(number: int, tally: BudgetTally, count: int) -> None:
         phases=[Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
     )
-    @given(budgeted())
-    def case(description: Budgeted) -> None:
-        outcome = check_budget(description)
-        text = repr(description)
-        if text not in tally.cases:
-            tally.cases.add(text)
-            tally.steps += outcome.steps
-            tally.kinds[outcome.kind] += 1
+    @given(described)
+    def case(description: T) -> None:
+        check(description)
 
     case()
+
+
+def run_round(number: int, tally: Tally) -> None:
+    """Draws and checks programs by random plans."""
+    drawn = programs(compiled=torch.get_default_device().type == "cpu")
+    draw(number, ROUND, drawn, lambda program: tally.add(program, check_program(program)))
+
+
+@dataclass
+class BudgetTally:
+    """Programs that were trained by a budget, each counted once, and their measured steps."""
+
+    cases: set[str] = field(default_factory=set)
+    steps: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+
+    def add(self, description: Budgeted, outcome: fuzz_budgets.Outcome) -> None:
+        text = repr(description)
+        if text not in self.cases:
+            self.cases.add(text)
+            self.steps += outcome.steps
+            self.kinds[outcome.kind] += 1
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.kinds.most_common())
+        return f"{len(self.cases):,} budgets ({self.steps:,} measured steps; {kinds})"
+
+
+def run_budgets(number: int, tally: BudgetTally, count: int) -> None:
+    """Draws and checks programs by random budgets."""
+    draw(number, count, budgeted(), lambda program: tally.add(program, check_budget(program)))
 
 
 def leave_out_missing_lines() -> None:
