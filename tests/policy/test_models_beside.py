@@ -99,7 +99,10 @@ def test_models_of_one_step_keep_to_the_budget_together_by_the_third_step(
 
 @pytest.mark.parametrize("share", [0.8, 0.7])
 def test_casts_of_one_model_count_while_another_runs_in_the_same_autocast(share: float) -> None:
-    """Weights are large here, and autocast holds their casts until it is left."""
+    """Weights are large here, and autocast holds their casts until it is left.
+
+    The loss takes nothing that a plan, which is made without it, does not know.
+    """
     x = torch.rand(512, 128)
 
     def wide(seed: int) -> nn.Sequential:
@@ -112,8 +115,8 @@ def test_casts_of_one_model_count_while_another_runs_in_the_same_autocast(share:
     def step(models: nn.ModuleList) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             first, second = models
-            loss = second(first(x)).square().mean()
-        loss.backward()
+            outputs = second(first(x))
+        outputs.sum().backward()
 
     def peak(models: nn.ModuleList) -> int:
         return measure_step(lambda: step(models), models, None, [x]).peak
@@ -124,7 +127,7 @@ def test_casts_of_one_model_count_while_another_runs_in_the_same_autocast(share:
     for _ in range(3):
         step(planned)
         planned.zero_grad()
-    assert peak(planned) <= 1.001 * budget
+    assert peak(planned) <= budget
     assert_same(everything(planned), everything(plain))
 
 
