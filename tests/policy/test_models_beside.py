@@ -101,7 +101,7 @@ def test_models_of_one_step_keep_to_the_budget_together_by_the_third_step(
 def test_casts_of_one_model_count_while_another_runs_in_the_same_autocast(share: float) -> None:
     """Weights are large here, and autocast holds their casts until it is left.
 
-    The loss takes nothing that a plan, which is made without it, does not know.
+    The plans are made without a loss, and the loss of the step takes no memory.
     """
     x = torch.rand(512, 128)
 
